@@ -172,6 +172,10 @@ _THREELC = (
         "papers.threelc.training", "--data FOLDER",
     ),
     Benchmark(
+        "threelc-epochs", "Does 3LC learn as well as float over many epochs? (table 1, figures 4 to 8)",
+        "papers.threelc.epochs", "--data FOLDER", recorded=False,
+    ),
+    Benchmark(
         "threelc-entropy", "What would a prefix code gain instead of zero runs? (section 3.3)",
         "papers.threelc.entropy", "--data FOLDER",
     ),
@@ -222,6 +226,7 @@ _DRAGONN = (
     ),
     Benchmark("vision", "... and a ResNet? (figures 3 and 4)", "papers.dragonn.vision", "--data FOLDER"),
     Benchmark("sparse-ratios-text", "How does speed depend on the ratio? (figure 8)", "papers.dragonn.ratios"),
+    Benchmark("zen", "What do balanced sparse sums gain over all-gather, with 8 to 128 ranks?", "papers.dragonn.zen", recorded=False),
 )  # fmt: skip
 _THC = (
     Benchmark("thc-nmse", "How large is THC's error, by bits and granularity? (figures 2b and 15)", "papers.thc.nmse"),

@@ -8,7 +8,9 @@ from benchmarks.papers.hipress.equations import Hardware, compressed_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.compressors import make
 from gradwire.core.errors import UnknownNameError
+from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import FORMS, Leg, native_seconds, route
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
@@ -120,12 +122,12 @@ def test_nothing_to_do_takes_no_time():
 
 
 def test_an_unknown_strategy_lists_the_known():
-    with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
+    with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce, sparse_reduce"):
         route("none", "rings", 1, 1, costs())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("strategy", sorted(FORMS))
+@pytest.mark.parametrize("strategy", sorted(FORMS.keys() - {"sparse_reduce"}))
 @pytest.mark.parametrize("spec", ["none", "onebit", "int8shared", "terngrad"])
 def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size):
     """From one range, which travels whole to one owner, to one per rank."""
@@ -140,6 +142,22 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
         plan = Plan({"w": spec}, strategy=strategy, partitions=partitions)
         found = step(SimulatedModel([tensor]), plan, cluster, job, fold=False).seconds
         assert route(spec, strategy, partitions, numel, job).seconds == pytest.approx(found, rel=0.09)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_the_form_of_sparse_reduce_agrees_with_its_graph(world_size, overlap):
+    for rate in (1e8, 1e9, 1e10):
+        job = costs(world_size, rate, overlap=overlap)
+        numel = 1 << 21
+        sent = make("topk").max_encoded_bytes(TensorSpec((numel,)))
+        topk = replace(job.codecs["bit"], payload_bytes=LinearCost(0, sent / numel))
+        job = replace(job, codecs={"none": job.codecs["none"], "topk": topk})
+        cluster = Cluster(world_size, SimulatedLink(rate, 1e-4, header_bytes=0))
+        plan = Plan({"w": "topk"}, strategy="sparse_reduce", partitions=1)
+        tensor = SimulatedGradient("w", (numel // 64, 64), 0.0)
+        found = step(SimulatedModel([tensor]), plan, cluster, job, fold=False).seconds
+        assert route("topk", "sparse_reduce", 1, numel, job).seconds == pytest.approx(found, rel=0.15)
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 4])

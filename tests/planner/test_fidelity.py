@@ -38,7 +38,8 @@ def test_exact_is_exact_and_a_ring_is_for_what_it_does_not_wear_down():
 
 def test_strategies_of_a_method_that_no_level_names_are_the_careful_ones():
     assert fidelity.strategies("fp16") == fidelity.EVERYWHERE
-    assert fidelity.strategies("topk:ratio=0.1") == fidelity.FEW_ENCODES
+    assert fidelity.strategies("topk:ratio=0.1") == fidelity.LISTED
+    assert fidelity.strategies("signsgd") == fidelity.FEW_ENCODES
 
 
 def test_what_needs_the_optimizer_is_left_out_where_none_is_known():

@@ -7,10 +7,10 @@ import pytest
 from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.closed_forms import native_seconds, route
 from gradwire.planner.costs import CodecCosts, LinearCost
-from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor, methods
+from gradwire.planner.fidelity import LISTED, RankedCompressor, methods
 from tests.planner.machines import costs
 
-DRAGONN, DGC = RankedCompressor("dragonn", FEW_ENCODES), RankedCompressor("dgc", FEW_ENCODES)
+DRAGONN, DGC = RankedCompressor("dragonn", LISTED), RankedCompressor("dgc", LISTED)
 LAUNCH = 20e-6  # of a kernel: what makes small tensors not worth it
 
 
@@ -51,7 +51,7 @@ def test_a_tensor_is_compressed_if_its_codec_takes_less_than_the_wire_would(rate
     job = described(rate)
     for numel in (1 << power for power in range(8, 27)):
         sparse = min(
-            route("dragonn", way, count, numel, job).seconds for way in FEW_ENCODES for count in (1, 2, 4, 8, 16)
+            route("dragonn", way, count, numel, job).seconds for way in LISTED for count in (1, 2, 4, 8, 16)
         )
         dense = min(
             native_seconds(4 * numel, job),

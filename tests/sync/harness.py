@@ -12,13 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 
+import gradwire as gw
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.options import SyncOptions
+from gradwire.sync.strategies import STRATEGIES, peer_strategies
 from gradwire.sync.synchronizer import Synchronizer
 from tests.net.memory import MemoryNetwork
 
 _names = itertools.count()
+ANY = [name for name in peer_strategies() if not STRATEGIES[name].sparse]
+"""Strategies between ranks that support every compressor."""
 PATIENCE = 100.0  # seconds, on a busy machine
+
+
+def fitting(strategy: str, method: str) -> str:
+    """The method, or one that lists pairs if the strategy supports no other."""
+    return "topk:ratio=0.1" if STRATEGIES[strategy].sparse and not gw.make(method).sparse else method
 
 
 class Ranks:

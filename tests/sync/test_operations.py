@@ -50,7 +50,7 @@ def test_a_frame_that_two_operations_wait_for_is_refused() -> None:
 
 
 @pytest.mark.parametrize("strategy", peer_strategies())
-@pytest.mark.parametrize("compressor", ["none", "onebit", "int8shared", "terngrad"])
+@pytest.mark.parametrize("compressor", ["none", "onebit", "int8shared", "terngrad", "topk"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_every_frame_that_a_rank_sends_is_one_that_its_peer_receives(
     strategy: str, compressor: str, world_size: int

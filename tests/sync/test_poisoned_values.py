@@ -14,10 +14,9 @@ from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.fusion import FUSION_FLAG
 from gradwire.sync.plan import Plan
-from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.wire.frame import FrameKind, Header
-from tests.sync.harness import Ranks, ranks
+from tests.sync.harness import ANY, Ranks, ranks
 from tests.sync.local_aggregator import LocalAggregator, LocalOptions
 
 WORLD_SIZE = 3
@@ -184,16 +183,17 @@ def check(method: Any, strategy: str, partitions: int | None, dtype: torch.dtype
         assert same(tensors_of(mine.state), tensors_of(theirs.state))
 
 
-STRATEGIES = peer_strategies()
+STRATEGIES = ANY
 METHODS = ["none", "threelc", "int8shared"]
 MORE = ["fp16", "lossless", "onebit", "qsgd", "natural", "signsgd", "topk:ratio=0.1", "powersgd", "thc"]
 QUICK = [("none", each) for each in STRATEGIES] + [("threelc", each) for each in STRATEGIES]
-QUICK += [("int8shared", "scatter_reduce"), ("natural", "allgather")]
+QUICK += [("topk:ratio=0.1", "sparse_reduce"), ("int8shared", "scatter_reduce"), ("natural", "allgather")]
 
 
 def combinations(methods: list[str], quick: list[tuple[str, str]], rest: Any = pytest.mark.ci) -> Any:
     """All strategies with these methods; those that are not `quick` have another mark."""
     found = [(method, strategy) for method in methods for strategy in STRATEGIES]
+    found += [(method, "sparse_reduce") for method in methods if gw.make(method).sparse]
     return pytest.mark.parametrize(
         ("method", "strategy"), [pytest.param(*each, marks=[] if each in quick else rest) for each in found]
     )

@@ -26,12 +26,13 @@ from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
-from tests.sync.harness import Ranks, ranks
+from tests.sync.harness import ANY, Ranks, ranks
 
 SHAPES = {"a": (60, 50), "b": (900,), "c": (3,)}
 # Exact, or with feedback: of these nothing may be lost.
 METHODS = ("none", "lossless", "onebit", "threelc", "topk:ratio=0.05", "tbq", "powersgd:rank=2", "thc")
-STRATEGIES = ("ring", "scatter_reduce", "allgather", "hierarchical")
+LISTED = ("topk:ratio=0.05", "dragonn:ratio=0.1,carry=True")
+WAYS = [(method, strategy) for method in METHODS for strategy in ANY] + [(method, "sparse_reduce") for method in LISTED]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -65,9 +66,9 @@ class AllLayers(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.dumps = tempfile.TemporaryDirectory()
 
-    @initialize(world_size=st.integers(1, 4), method=st.sampled_from(METHODS), strategy=st.sampled_from(STRATEGIES))
-    def begin(self, world_size: int, method: str, strategy: str) -> None:
-        self.plan = Plan(method, strategy=strategy, min_elements=0)
+    @initialize(world_size=st.integers(1, 4), way=st.sampled_from(WAYS))
+    def begin(self, world_size: int, way: tuple[str, str]) -> None:
+        self.plan = Plan(way[0], strategy=way[1], min_elements=0)
         self.job, self.draws = Job(world_size), 0
         self._connect(world_size, [])
         self.checkpoint()
@@ -130,10 +131,10 @@ class AllLayers(RuleBasedStateMachine):
                 self.job.produced[name] += sum(each[name] for each in exact) / world_size
                 self.job.applied[name] += given[0][name].double()
 
-    @rule(method=st.sampled_from(METHODS), strategy=st.sampled_from(STRATEGIES))
-    def change_plan(self, method: str, strategy: str) -> None:
+    @rule(way=st.sampled_from(WAYS))
+    def change_plan(self, way: tuple[str, str]) -> None:
         """All ranks go on with another plan."""
-        self.plan = Plan(method, strategy=strategy, min_elements=0)
+        self.plan = Plan(way[0], strategy=way[1], min_elements=0)
         self.group.each(lambda one: one.replan(self.plan))
 
     @rule()

@@ -9,16 +9,22 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
-from tests.sync.harness import ranks
+from tests.sync.harness import ANY, ranks
 
 NAMES = peer_strategies()
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}), ("fp16", {}), ("bf16", {}), ("int8", {}), ("int8shared", {}), ("onebit", {}),
     ("topk", {"ratio": 0.05}), ("threelc", {}),
+]  # fmt: skip
+LISTED: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {"ratio": 0.05}), ("topk", {"ratio": 1.0}), ("topk", {"warmup": 2}), ("dgc", {"ratio": 0.01}),
+    ("dragonn", {"ratio": 0.01}), ("dragonn", {"ratio": 0.05, "carry": True}), ("randomk", {"ratio": 0.2}),
+    ("threshold", {}), ("mstopk", {}), ("graddrop", {}),
 ]  # fmt: skip
 
 
@@ -39,9 +45,11 @@ def run_steps(synchronizer: Synchronizer, steps: int, numel: int, dtype: torch.d
     return means
 
 
-@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-@pytest.mark.parametrize(("method", "options"), METHODS)
+@pytest.mark.parametrize(
+    ("strategy", "method", "options"),
+    [(strategy, *method) for strategy in ANY for method in METHODS] + [("sparse_reduce", *each) for each in LISTED],
+)
 def test_all_ranks_hold_the_same_bits(strategy: str, world_size: int, method: str, options: Any) -> None:
     plan = Plan(gw.make(method, **options), strategy=strategy, min_elements=0)
     with ranks(world_size, plan) as group:
@@ -66,8 +74,15 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
     return means
 
 
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("method", ["onebit", "threelc", pytest.param("signsgd", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        *((strategy, method) for strategy in ANY for method in ("onebit", "threelc")),
+        *(pytest.param(strategy, "signsgd", marks=pytest.mark.ci) for strategy in ANY),
+        ("sparse_reduce", "topk:ratio=0.05"),
+        pytest.param("sparse_reduce", "dragonn:ratio=0.05,carry=True", marks=pytest.mark.ci),
+    ],
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
 def test_nothing_is_lost_in_300_steps(strategy: str, method: str, seed: int) -> None:
     """Conservation: produced = applied + residuals of both roles, including skipped steps and steps with a NaN."""
@@ -146,7 +161,7 @@ def test_without_the_aggregate_residual_most_of_the_gradient_is_lost() -> None:
     assert (applied - produced).norm() > 0.3 * produced.norm()
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", ANY)
 def test_partitions_change_nothing_for_an_exact_compressor(strategy: str) -> None:
     """From one range, which travels whole, to more than three per rank."""
     world_size, found = 3, []
@@ -163,8 +178,11 @@ def test_partitions_change_nothing_for_an_exact_compressor(strategy: str) -> Non
             assert torch.allclose(left, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("method", ["onebit", "int8shared", "terngrad"])
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [(strategy, method) for strategy in ANY for method in ("onebit", "int8shared", "terngrad")]
+    + [("sparse_reduce", "topk:ratio=0.05"), ("sparse_reduce", "dgc")],
+)
 @pytest.mark.parametrize(("world_size", "partitions"), [(2, 1), (3, 2), (5, 3), (4, 6), (1, 2)])
 def test_any_number_of_partitions_gives_equal_replicas(
     strategy: str, method: str, world_size: int, partitions: int
@@ -185,9 +203,11 @@ def test_any_number_of_partitions_gives_equal_replicas(
         assert all(torch.equal(*pair) for pair in zip(by_rank[0], means, strict=True))
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [(strategy, method) for strategy in ANY for method in ("none", "threelc", "int8")] + [("sparse_reduce", "topk")],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("method", ["none", "threelc", "int8"])
 def test_every_element_type_travels(strategy: str, dtype: torch.dtype, method: str) -> None:
     with ranks(3, Plan({"w": method}, strategy=strategy)) as group:
         by_rank = group.each(lambda one: run_steps(one, 2, 6000, dtype))
@@ -198,14 +218,15 @@ def test_every_element_type_travels(strategy: str, dtype: torch.dtype, method: s
 @pytest.mark.parametrize("numel", [1, 5, 1023, 1024, 1025, 3000])
 @pytest.mark.parametrize("strategy", NAMES)
 def test_tensors_with_fewer_elements_than_ranks(strategy: str, numel: int) -> None:
-    with ranks(5, Plan({"w": "none"}, strategy=strategy)) as group:
+    method = "topk:ratio=1" if strategy == "sparse_reduce" else "none"
+    with ranks(5, Plan({"w": method}, strategy=strategy)) as group:
         by_rank = group.each(lambda one: run_steps(one, 2, numel))
     exact = sum(gradient(rank, 1, numel) for rank in range(5)) / 5
     for means in by_rank:
         assert torch.allclose(means[1], exact, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", ANY)
 def test_bytes_are_those_the_strategy_promises(strategy: str) -> None:
     """Dense, W = 4: W − 1 payloads for allgather, 2 (W − 1)/W for the others; headers apart.
 
@@ -221,3 +242,60 @@ def test_bytes_are_those_the_strategy_promises(strategy: str) -> None:
     factor = {"allgather": 3.0, "hierarchical": 1.5, "ring": 1.5, "scatter_reduce": 1.5}[strategy]
     assert sent == [factor * payload + frames * 72] * 4
     assert reported == sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize(("method", "options"), LISTED)
+def test_sparse_reduce_has_the_bits_of_an_allgather(world_size: int, method: str, options: Any) -> None:
+    """Also of fused tensors, of one that a rank does not use, and with equal and with different positions."""
+    names, found = ["a", "b", "c"], []
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        means = []
+        for step in range(3):
+            one.begin_step()
+            grads = [gradient(one.rank if name == "a" else 0, step, 3000) for name in names]
+            one.submit(
+                [GradientSlice(each, grad, used=each != "c" or one.rank > 0) for each, grad in zip(names, grads)]
+            )
+            one.commit()
+            means += grads
+        return means
+
+    for strategy in ("allgather", "sparse_reduce"):
+        for partitions in (1, 2):
+            rules = {name: gw.make(method, **options) for name in names}
+            with ranks(world_size, Plan(rules, strategy=strategy, partitions=partitions)) as group:
+                by_rank = group.each(run)
+            assert all(torch.equal(*pair) for means in by_rank for pair in zip(by_rank[0], means, strict=True))
+            found.append(by_rank[0])
+    for other in (0, 1):
+        assert all(torch.equal(*pair) for pair in zip(found[other], found[other + 2], strict=True))
+
+
+def test_sparse_reduce_sends_parts_and_sums_and_no_list_that_grows_with_equal_positions() -> None:
+    """With equal positions on all ranks, each rank sends two lists of (W − 1)/W pairs; an all-gather sends W − 1."""
+    world_size, numel, sent = 8, 1 << 16, {}
+
+    def run(one: Synchronizer) -> None:
+        one.begin_step()
+        one.submit([GradientSlice("w", gradient(0, 0, numel))])
+        one.commit()
+
+    for strategy in ("allgather", "sparse_reduce"):
+        with ranks(world_size, Plan({"w": "topk:ratio=0.01"}, strategy=strategy)) as group:
+            group.each(run)
+            sent[strategy] = [sum(transport.sent_bytes) for transport in group.network.transports]
+            assert [one.report().total.sent_bytes for one in group.synchronizers] == sent[strategy]
+    bytes_of_pairs = (sum(sent["allgather"]) / world_size / 7 - 72) * 7 / 8
+    lists = sum(sent["sparse_reduce"]) / world_size - 14 * (72 + 4)
+    assert lists == pytest.approx(2 * bytes_of_pairs, rel=0.05)
+    assert max(sent["sparse_reduce"]) < 1.3 * min(sent["sparse_reduce"]), "owners have equal parts"
+
+
+def test_sparse_reduce_refuses_what_lists_no_pairs_and_dense_tensors_travel_as_usual() -> None:
+    with pytest.raises(OptionError, match="for compressors that list pairs"):
+        Plan("onebit", strategy="sparse_reduce")
+    plan = Plan("topk", strategy="sparse_reduce")
+    assert plan.entry("bias", TensorSpec((10,))).strategy == "scatter_reduce"
+    assert plan.entry("weight", TensorSpec((100, 100))).strategy == "sparse_reduce"

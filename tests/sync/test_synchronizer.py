@@ -35,7 +35,7 @@ from gradwire.sync.warmup import warm_up
 from gradwire.tuning.measure_link import measure_links
 from tests.net.memory import MemoryNetwork
 from tests.net.recorder import until
-from tests.sync.harness import ranks
+from tests.sync.harness import ANY, fitting, ranks
 
 NUMEL = 6000
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -360,7 +360,7 @@ def test_a_step_that_is_not_finite_leaves_residuals_bit_for_bit(strategy: str, v
         assert take_step(one, 2).isfinite().all()
         assert kinds(one) == ["commit", "rollback", "commit"]
 
-    with ranks(3, Plan({"w": "threelc"}, strategy=strategy)) as group:
+    with ranks(3, Plan({"w": fitting(strategy, "threelc")}, strategy=strategy)) as group:
         group.each(run)
 
 
@@ -417,8 +417,11 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("strategy", peer_strategies())
-@pytest.mark.parametrize(("method", "options"), [("threelc", {}), ("onebit", {}), ("int8", {}), ("topk", {})])
+@pytest.mark.parametrize(
+    ("strategy", "method", "options"),
+    [(strategy, method, {}) for strategy in ANY for method in ("threelc", "onebit", "int8", "topk")]
+    + [("sparse_reduce", "topk", {}), ("sparse_reduce", "dragonn", {"ratio": 0.05, "carry": True})],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(strategy: str, method: str, options: Any) -> None:
     plan = Plan({"w": gw.make(method, **options)}, strategy=strategy)
     tensors = {"w": TensorSpec((NUMEL,))}
@@ -545,7 +548,7 @@ def test_a_world_of_one_rank_changes_no_bit_and_needs_no_thread() -> None:
 # -- reports -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", peer_strategies())
+@pytest.mark.parametrize("strategy", ANY)
 def test_reported_bytes_are_the_transports(strategy: str) -> None:
     plan = Plan({"*w": "threelc", "s": gw.make("int8shared"), "*": "none"}, strategy=strategy, partitions=6)
 
@@ -637,7 +640,7 @@ SLACK = 10.0
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_a_rank_that_is_lost_ends_all_others_with_one_error(strategy: str, how: str, tmp_path: Path) -> None:
     victim, in_step = 1, threading.Barrier(3)
-    plan, tensors = Plan({"w": "threelc"}, strategy=strategy), {"w": TensorSpec((NUMEL,))}
+    plan, tensors = Plan({"w": fitting(strategy, "threelc")}, strategy=strategy), {"w": TensorSpec((NUMEL,))}
     # Compiled here: a compiler that keeps the interpreter busy looks like a dead rank under this timeout.
     warm_up([(plan.entry("w", tensors["w"]), torch.float32)])
 

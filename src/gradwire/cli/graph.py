@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 def graph(
     strategy: Annotated[
-        str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring or scatter_reduce.")
+        str, typer.Argument(metavar="STRATEGY", help="allgather, hierarchical, ring, scatter_reduce or sparse_reduce.")
     ],
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     rank: Annotated[int, typer.Option(help="Rank whose graph is printed.")] = 0,

@@ -62,7 +62,9 @@ class MethodOptions:
     compare: Annotated[str, typer.Option(help="Methods to compare with, separated by commas.")] = "none"
     strategy: Annotated[
         str | None,
-        typer.Option(help="Strategy: scatter_reduce, ring, allgather or hierarchical. Default: the plan's choice."),
+        typer.Option(
+            help="Strategy: scatter_reduce, sparse_reduce, ring, allgather or hierarchical. Default: the plan's choice."
+        ),
     ] = None
     partitions: Annotated[
         int | None, typer.Option(help="Ranges that a tensor is cut into. Default: the plan's choice.")

@@ -39,6 +39,7 @@ from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu.small import encode_top_k, sum_top_k
 from gradwire.wire.fields import Reader
+from gradwire.wire.payload import Payload
 
 
 @register
@@ -52,6 +53,7 @@ class TopK(ArrayCompressor):
 
     name: ClassVar[str] = "topk"
     unique_encoding = True
+    sparse = True
 
     def __init__(self, ratio: float = 0.01, warmup: int = 0) -> None:
         self.ratio = options.real("ratio", ratio, 0.0, 1.0, low_open=True)
@@ -120,6 +122,13 @@ class TopK(ArrayCompressor):
             parsed.append(self._parse(body, k, out.size, buffer[: width * k]))
             buffer = buffer[width * k :]
         kernels.scatter_sum([indices for indices, _ in parsed], [values for _, values in parsed], out)
+
+    def pairs(
+        self, payload: Payload, ctx: Context, size: int, stats: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Compressor`."""
+        k = self.num_kept(size, ctx.step)
+        return self._parse(payload.body, k, size, np.empty(k * _index_dtype(size).itemsize, np.uint8))
 
     def _parse(self, body: np.ndarray, k: int, size: int, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions, in `buffer`, and values."""

@@ -29,6 +29,7 @@ from typing import Literal
 
 from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import UnknownNameError
+from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Cost, Costs
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.strategies import STRATEGIES
@@ -258,6 +259,21 @@ def _allgather(cost: _Range, W: int) -> list[Leg]:
     return [*cost.stats(1), Leg("work", encode=cost.encode), fan, Leg("work", decode=total)]
 
 
+def _sparse_reduce(cost: _Range, W: int) -> list[Leg]:
+    """Encode once, send each owner its part, add up as an owner, and send the sum of the owned positions to all.
+
+    To split and to read pairs is taken to cost as much as to merge them.
+    """
+    overlap, payload = cost.costs.overlap, cost.payload
+    total = pairs.sum_bytes(payload, cost.count, W, overlap)
+    own, merged = cost.of(cost.codec.merge), pairs.growth(payload, cost.count, W, overlap)
+    start = Leg("work", encode=cost.encode + own)
+    scatter = cost.message("fan", payload / W, W - 1, encode=own / W + cost.task)
+    owner = Leg("work", decode=own + cost.of(cost.costs.add) / W + cost.task)
+    gather = cost.message("fan", total / W, W - 1)
+    return [*cost.stats(1), start, scatter, owner, gather, Leg("work", decode=merged * own + cost.task)]
+
+
 def _hierarchical(cost: _Range, W: int) -> list[Leg]:
     """Add up within each node, scatter-reduce between the M owners of a range, and spread the mean within the node.
 
@@ -283,6 +299,7 @@ FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
     "hierarchical": _hierarchical,
     "ring": _ring,
     "scatter_reduce": _scatter_reduce,
+    "sparse_reduce": _sparse_reduce,
 }
 """By strategy: a function of a range's costs and the number of ranks."""
 

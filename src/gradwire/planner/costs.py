@@ -219,6 +219,8 @@ class Costs:
         frame_bytes: Bytes of a frame's header.
         ranks_per_node: Ranks that share a node.
         within: Link between two ranks of a node; None where nodes have one rank.
+        overlap: How far ranks send the same positions, where payloads list positions: from 0, if they are independent,
+            to 1, if they are equal.
         made_by: Where and how this was measured, for the reader.
     """
 
@@ -232,10 +234,11 @@ class Costs:
     frame_bytes: float = float(HEADER_BYTES)
     ranks_per_node: int = 1
     within: LinkCosts | None = None
+    overlap: float = 0.0
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        _expect_numbers("Costs", (self.world_size, self.task, self.frame_bytes))
+        _expect_numbers("Costs", (self.world_size, self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
         if self.world_size < 1 or len(self.links) not in (1, self.world_size):
             raise OptionError(
                 f"{self.world_size} ranks have one link for all, or one each, not {len(self.links)}. "

@@ -15,6 +15,8 @@ from gradwire.core.errors import UnknownNameError
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
 # A ring encodes an aggregate again at each of its W − 1 hops. For most methods bias and variance add up.
 FEW_ENCODES = ("scatter_reduce", "allgather")
+# Payloads that list positions and values can also be added exactly by owners.
+LISTED = (*FEW_ENCODES, "sparse_reduce")
 
 # Casts for batches of small tensors, the preferred one first. bf16 has the range of float32. In fp16, one value above
 # 65504, or a loss scale that makes one, costs all ranks the step, and values below 2^-25 are lost without a residual.
@@ -62,10 +64,10 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
     # after 32 steps), dgc at 0.1 % (its accuracy needs the published warm-up), dragonn at 63 % of that, with less work
     # where selecting elements needs prefix sums.
     "aggressive": (
-        RankedCompressor("topk", FEW_ENCODES),
+        RankedCompressor("topk", LISTED),
         RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
-        RankedCompressor("dgc", FEW_ENCODES),
-        RankedCompressor("dragonn", FEW_ENCODES),
+        RankedCompressor("dgc", LISTED),
+        RankedCompressor("dragonn", LISTED),
         RankedCompressor("powersgd", EVERYWHERE),  # factors only add up, on a ring as well
     ),
 }
@@ -97,4 +99,5 @@ def batch_cast(allowed: Iterable[RankedCompressor]) -> str | None:
 def strategies(spec: str) -> tuple[str, ...]:
     """Return the strategies that suit a compressor, whether a level names it or not."""
     known: Sequence[RankedCompressor] = [method for level in LEVELS.values() for method in level]
-    return next((method.strategies for method in known if method.spec == spec), FEW_ENCODES)
+    usual = LISTED if compressor_of(spec).sparse else FEW_ENCODES
+    return next((method.strategies for method in known if method.spec == spec), usual)

@@ -58,6 +58,7 @@ class Work(NamedTuple):
         dense: Whether the frame is dense whatever the job's compressor, as within a node.
         whole: Whether it is about all chunks of a fusion group, as in a preliminary round.
         accumulator_bytes: Bytes of one element of an accumulator in a frame; 0 for other frames.
+        owners: Number of owners, if it is about lists of pairs by owner; 0 for other strategies.
     """
 
     call: str
@@ -70,6 +71,7 @@ class Work(NamedTuple):
     dense: bool = False
     whole: bool = False
     accumulator_bytes: int = 0
+    owners: int = 0
 
 
 class RankGraph(NamedTuple):
@@ -153,16 +155,18 @@ def _packed(operations: Operations, layout: TensorLayout | FusionLayout, world_s
 
 def _work(op: Op, ops: Sequence[Op], layout: TensorLayout | FusionLayout, world_size: int) -> Work:
     shapes, whole = _shapes(layout, op.chunk), _is_whole(op, layout)
+    owners = world_size if layout.entry.strategy == "sparse_reduce" else 0
     if op.call:
         taken = ops[op.inputs[0]].frame if op.inputs else None
-        return Work(op.call, op.frame, taken, len(op.inputs), shapes, op.phase, whole=whole)
-    is_sum = op.frame is FrameKind.AGGREGATE
+        return Work(op.call, op.frame, taken, len(op.inputs), shapes, op.phase, whole=whole, owners=owners)
+    is_sum = op.frame is FrameKind.AGGREGATE and not owners
     accumulator_bytes = layout.entry.accumulator_dtype(op.stage, world_size).itemsize if is_sum else 0
     return Work(
         *(op.kind, op.frame, None, 0, shapes, op.phase),
         dense=op.dense,
         whole=whole,
         accumulator_bytes=accumulator_bytes,
+        owners=owners,
     )
 
 

@@ -9,10 +9,12 @@ import torch
 from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
+from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Costs, Curve
 from gradwire.planner.options import PlannedTensor, codec_for
 from gradwire.simulate.graphs import Shapes, Work
 from gradwire.sync.fusion import LENGTH_BYTES
+from gradwire.sync.sparse_codec import COUNT_BYTES
 from gradwire.wire.frame import FrameKind
 
 _PROBES = (1 << 12, 1 << 16, 1 << 20)
@@ -69,16 +71,34 @@ class PriceList:
             return spec.nbytes
         if work.frame is FrameKind.STATS:
             return 4 * sum(length for length, _ in self._compressor.stats_spec(spec))
+        if work.owners:
+            payload = self._payload_bytes(spec)
+            if work.frame is FrameKind.AGGREGATE:
+                payload = pairs.sum_bytes(payload, spec.numel, work.owners, self._costs.overlap)
+            return COUNT_BYTES + payload / work.owners
         if work.frame is FrameKind.AGGREGATE:
             assert isinstance(self._compressor, SummableCompressor)
             return self._compressor.accumulator_size(spec) * work.accumulator_bytes
+        return self._payload_bytes(spec)
+
+    def _payload_bytes(self, spec: TensorSpec) -> float:
         if self._is_fixed:
             return self._compressor.max_encoded_bytes(spec)
-        codec = codec_for(PlannedTensor("", shape, self._dtype), spec_of(self._compressor), self._costs)
+        codec = codec_for(PlannedTensor("", spec.shape, self._dtype), spec_of(self._compressor), self._costs)
         return min(codec.payload_bytes(spec.numel), self._compressor.max_encoded_bytes(spec))
 
     def _start(self, work: Work, count: int) -> float:
-        return self._codec.encode(count)
+        return self._codec.encode(count) + (self._codec.merge(count) if work.owners else 0.0)
+
+    def _part(self, work: Work, count: int) -> float:
+        return self._codec.merge(count) / work.owners
+
+    def _sum_parts(self, work: Work, count: int) -> float:
+        return self._codec.merge(count) + self._costs.add(count) / work.owners
+
+    def _decode_sums(self, work: Work, count: int) -> float:
+        payload = self._payload_bytes(TensorSpec((count,), self._dtype))
+        return self._codec.merge(count) * pairs.growth(payload, count, work.owners, self._costs.overlap)
 
     def _merge(self, work: Work, count: int) -> float:
         taken = work.num_payloads * self._codec.merge(count)

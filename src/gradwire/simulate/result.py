@@ -24,9 +24,9 @@ from gradwire.simulate.workload import Compute
 
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
 _CALLS = {
-    **dict.fromkeys(("start", "stats", "stats_of_gradient", "encode_dense", "encode_mean"), "encode"),
-    **dict.fromkeys(("encode_and_merge", "reduce_stats", "merge_dense"), "merge"),
-    **dict.fromkeys(("decode_sum", "decode_dense"), "decode"),
+    **dict.fromkeys(("start", "stats", "stats_of_gradient", "encode_dense", "encode_mean", "part"), "encode"),
+    **dict.fromkeys(("encode_and_merge", "reduce_stats", "merge_dense", "sum_parts"), "merge"),
+    **dict.fromkeys(("decode_sum", "decode_dense", "decode_sums"), "decode"),
 }
 
 _Span = tuple[str, float, float]  # name, beginning and end in seconds

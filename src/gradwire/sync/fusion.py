@@ -31,7 +31,7 @@ from gradwire.sync.operations import Operations
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
 
 FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
-FUSION_STRATEGIES = ("allgather", "scatter_reduce")
+FUSION_STRATEGIES = ("allgather", "scatter_reduce", "sparse_reduce")
 LENGTH_BYTES = 4  # of each tensor's payload in a message; see `gradwire.sync.fusion_codec`
 
 

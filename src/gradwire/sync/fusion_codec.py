@@ -24,12 +24,18 @@ _LENGTH = _NONFINITE - 1
 
 
 class FusionCodec:
-    """Encodes, merges and decodes the members one by one. Operations take it for a `PayloadCodec`."""
+    """Encodes, merges and decodes the members one by one. Operations take it for a `PayloadCodec`.
+
+    Attributes:
+        make: Function that makes the codec of a member.
+    """
+
+    make = staticmethod(make_codec)
 
     def __init__(self, group: FusionGroup, residuals: Residuals, rank: int, world_size: int, seed: int) -> None:
         self.group = group
         self._codecs = [
-            make_codec(
+            self.make(
                 TensorJob(layout, tensor.view(-1), group.round, group.step, used, group.aux),
                 *(residuals, rank, world_size, seed),
             )

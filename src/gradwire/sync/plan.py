@@ -26,6 +26,7 @@ from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
 AUTO = "auto"
+ENCODED_ONCE = ("allgather", "sparse_reduce")  # strategies that encode no sum again
 WHOLE_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes longer than sending a frame
 
 
@@ -37,18 +38,19 @@ class Plan:
     Args:
         rules: One method for all tensors, or a mapping from name patterns to methods. A method is a compressor, its
             name as `gradwire.make` takes it, with options as in ``"topk:ratio=0.01"``, or ``"auto"``.
-        strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"hierarchical"`` (dense
-            within nodes, compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None
-            means the ring, which fills each link, for tensors that travel without loss by choice, and scatter-reduce
-            for all others. Under ``"server"``, dense tensors travel as under None.
+        strategy: How tensors travel: ``"scatter_reduce"``, ``"ring"``, ``"allgather"``, ``"sparse_reduce"`` (an
+            exact sum, for compressors that list positions and values), ``"hierarchical"`` (dense within nodes,
+            compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None means the ring,
+            which fills each link, for tensors that travel without loss by choice, and scatter-reduce for all others.
+            Under ``"server"`` and ``"sparse_reduce"``, dense tensors travel as under None.
         partitions: Number of ranges that each tensor is cut into, at least 1. Owners of ranges rotate from tensor to
-            tensor. Compressed tensors with one range share messages under scatter-reduce and all-gather. There, None
+            tensor. Compressed tensors with one range share messages, except on a ring and between nodes. There, None
             means one range for tensors of up to 131,072 elements, and for those that are never cut. For all others, it
             means one range per rank for every 16 million elements, so that several threads can work on a large tensor.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
             None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
-            tensors then travel by all-gather.
+            tensors then travel by all-gather, or by sparse-reduce if asked for.
 
     Raises:
         UnknownNameError: A compressor, strategy or feedback does not exist.
@@ -71,7 +73,7 @@ class Plan:
             raise UnknownNameError("strategy", strategy, STRATEGIES)
         policy = None if feedback is None else policies.get(str(feedback))
         self.has_velocity = policy is not None and policy.has_velocity
-        if self.has_velocity and strategy not in (None, "allgather"):
+        if self.has_velocity and strategy not in (None, *ENCODED_ONCE):
             raise _needs_allgather(strategy)
         if partitions is not None and partitions < 1:
             raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave tensors whole.")
@@ -117,7 +119,7 @@ class Plan:
                 raise UnknownNameError(f"strategy of {name!r}", entry.strategy, STRATEGIES)
             STRATEGIES[entry.strategy].check(entry.compressor, name)
             has_velocity = policies.get(entry.feedback).has_velocity
-            if has_velocity and not entry.compressor.exact and entry.strategy != "allgather":
+            if has_velocity and not entry.compressor.exact and entry.strategy not in ENCODED_ONCE:
                 raise _needs_allgather(entry.strategy)
             # A batch has no residuals, and its compressor sees elements of many tensors.
             may_be_batched = entry.feedback == "none" and entry.compressor.elementwise
@@ -182,7 +184,7 @@ class Plan:
             compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
         if self.has_velocity:
-            strategy = ("scatter_reduce" if small else "ring") if compressor.exact else "allgather"
+            strategy = ("scatter_reduce" if small else "ring") if compressor.exact else self.strategy or "allgather"
             return self._cut(PlanEntry(compressor, strategy, self.partitions, feedback), spec.numel)
         batched = compressor.dense or (small and compressor.exact and compressor.elementwise)
         given = self.strategy
@@ -247,6 +249,7 @@ def _unused_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping
 
 def _needs_allgather(strategy: str | None) -> OptionError:
     return OptionError(
-        f"Momentum correction needs all-gather, but the strategy is {strategy!r}. Where sums are encoded again, no "
-        'rank knows what was sent of its own gradient. Leave strategy out, or pass strategy="allgather".'
+        f"Momentum correction needs all-gather or sparse-reduce, but the strategy is {strategy!r}. Where sums are "
+        "encoded again, no rank knows what was sent of its own gradient. Leave strategy out, or pass "
+        'strategy="allgather" or "sparse_reduce".'
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradwire.compressors.base import Compressor, SummableCompressor
+from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import code
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
@@ -24,6 +24,7 @@ from gradwire.sync.fusion import FUSION_FLAG
 from gradwire.sync.nodes import Nodes
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.sparse_codec import max_list_bytes
 from gradwire.sync.strategies.hierarchical import DENSE_STAGES
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, describe
 
@@ -117,7 +118,7 @@ class TensorRegistry:
             is_fused = fusion.is_fused(entry, numel)
             if entry.batched or is_fused:
                 elements[self._group_key(name)] += numel
-            for kind in _kinds(entry.compressor) if is_fused else ():
+            for kind in _kinds(entry) if is_fused else ():
                 bound = fusion.LENGTH_BYTES + self._bound(kind, entry, self.specs[name])
                 num_bytes[self._group_key(name), kind] += bound
         self._group_elements, self._group_bytes = elements, num_bytes
@@ -173,7 +174,8 @@ class TensorRegistry:
         bound = self._bound(header.kind, entry, spec, header.stage)
         if header.length > bound:
             raise FrameError(f"Expected at most {bound} bytes, got {header.length} (in {describe(header)}).")
-        if header.kind is not FrameKind.PAYLOAD and header.length not in (0, bound):
+        has_fixed_size = header.kind is not FrameKind.PAYLOAD and not _is_list(header.kind, entry)
+        if has_fixed_size and header.length not in (0, bound):
             raise FrameError(f"Expected {bound} bytes, got {header.length} (in {describe(header)}).")
 
     def _admit_fused(self, header: Header) -> None:
@@ -181,7 +183,7 @@ class TensorRegistry:
         name = self._name(header)
         entry, key = self.entries[name], self._group_key(name)
         _expect_encoding(header, entry, self.specs[name])
-        _expect_kind(header.kind, entry.compressor)
+        _expect_kind(header.kind, entry)
         max_elements, max_bytes = self._group_elements[key], self._group_bytes[key, header.kind]
         if header.offset or not 0 < header.count <= max_elements:
             raise FrameError(f"Expected tensors of {max_elements} elements at most (in {describe(header)}).")
@@ -204,7 +206,9 @@ class TensorRegistry:
 
     def _bound(self, kind: FrameKind, entry: PlanEntry, spec: TensorSpec, stage: int = 0) -> int:
         compressor = entry.compressor
-        _expect_kind(kind, compressor)
+        _expect_kind(kind, entry)
+        if _is_list(kind, entry):
+            return max_list_bytes(spec.numel, self._world_size)
         if kind is FrameKind.STATS:
             return 4 * sum(length for length, _ in compressor.stats_spec(spec))
         if kind is FrameKind.AGGREGATE and isinstance(compressor, SummableCompressor):
@@ -212,15 +216,21 @@ class TensorRegistry:
         return compressor.max_encoded_bytes(spec)
 
 
-def _kinds(compressor: Compressor) -> list[FrameKind]:
-    """Return the kinds of frames that a compressor's tensors have."""
-    stats = [FrameKind.STATS] if compressor.needs_stats else []
-    return [FrameKind.PAYLOAD, *stats, *([FrameKind.AGGREGATE] if isinstance(compressor, SummableCompressor) else [])]
+def _kinds(entry: PlanEntry) -> list[FrameKind]:
+    """Return the kinds of frames that a tensor has."""
+    stats = [FrameKind.STATS] if entry.compressor.needs_stats else []
+    has_sums = isinstance(entry.compressor, SummableCompressor) or entry.strategy == "sparse_reduce"
+    return [FrameKind.PAYLOAD, *stats, *([FrameKind.AGGREGATE] if has_sums else [])]
 
 
-def _expect_kind(kind: FrameKind, compressor: Compressor) -> None:
-    if kind not in _kinds(compressor):
-        raise FrameError(f"Expected no {kind.name} frames of {compressor.name}, got one.")
+def _is_list(kind: FrameKind, entry: PlanEntry) -> bool:
+    """Whether a frame has one owner's list of pairs."""
+    return entry.strategy == "sparse_reduce" and kind is not FrameKind.STATS
+
+
+def _expect_kind(kind: FrameKind, entry: PlanEntry) -> None:
+    if kind not in _kinds(entry):
+        raise FrameError(f"Expected no {kind.name} frames of {entry.compressor.name}, got one.")
 
 
 def _expect_encoding(header: Header, entry: PlanEntry, spec: TensorSpec) -> None:

@@ -22,9 +22,11 @@ from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals, Role
 from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.batch import BatchCodec
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused
-from gradwire.sync.job import TensorLayout
+from gradwire.sync.job import TensorJob, TensorLayout
 from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.sparse_codec import SparseCodec
 from gradwire.sync.strategies import STRATEGIES
 
 NUM_ELEMENTS = 4096
@@ -44,7 +46,9 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
         if key not in seen:
             seen.add(key)
             _warm_up_one(entry, dtype, world_size)
-            if fused:
+            if entry.strategy == "sparse_reduce":
+                _warm_up_sums(entry, dtype)
+            elif fused:
                 _warm_up_group(entry, dtype, world_size)
 
 
@@ -94,6 +98,15 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
         aggregate = policy.encode(source(total, "aggregate", 1.0))
         residuals.commit()
     compressor.decode(aggregate, context, grad)
+
+
+def _warm_up_sums(entry: PlanEntry, dtype: torch.dtype) -> None:
+    layout = TensorLayout("warm up", 0, entry, dtype, NUM_ELEMENTS)
+    codec = SparseCodec(TensorJob(layout, torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype), 0, 0), Residuals(), 0, 2, 0)
+    chunk = Chunk(0, 0, NUM_ELEMENTS)
+    mine = codec.start(chunk)
+    received, sent = (replace(codec.part(chunk, [mine], distance), sender=1) for distance in range(2))
+    codec.decode_sums(chunk, [codec.sum_parts(chunk, [mine, received], 1), sent], 1)
 
 
 def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
+from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec, as_array
@@ -76,6 +77,7 @@ class Compressor(ABC):
         exact: If true, decode(encode(g)) is g, bit for bit, in the tensor's own element type.
         dense: If true, a payload is the memory of the tensor: nothing is encoded.
         elementwise: If true, each element is encoded by itself, so that several tensors can be encoded as one.
+        sparse: If true, payloads list (position, value) pairs, and all other elements decode to zero.
         unique_encoding: If true, different payloads never decode to the same tensor: the decoder rejects all bytes that
             the encoder would not write.
         encode_own_before_merge: If true, the merging rank also encodes its own gradient, so that all ranks carry equal
@@ -92,6 +94,7 @@ class Compressor(ABC):
     exact: bool = False
     dense: bool = False
     elementwise: bool = False
+    sparse: bool = False
     unique_encoding: bool = False
     encode_own_before_merge: bool = False
     loses_selected: bool = False
@@ -218,6 +221,22 @@ class Compressor(ABC):
         for payload, ctx in zip(payloads, ctxs, strict=True):
             self.decode(payload, ctx, out=out, accumulate=True, stats=stats)
         return out
+
+    def pairs(
+        self, payload: Payload, ctx: Context, size: int, stats: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a payload made here lists: ascending positions, and the float32 values that they decode to.
+
+        Args:
+            payload: Payload with values, of a compressor that is `sparse`.
+            ctx: Context of the encode.
+            size: Number of elements.
+            stats: As for `decode`.
+        """
+        dense = torch.from_numpy(buffers.empty(size, np.float32))
+        self.decode(payload, ctx, dense, stats=stats)
+        found = np.flatnonzero(dense.numpy())
+        return found, dense.numpy()[found]
 
     def compiled(self) -> Compiled | None:
         """Return compiled functions for many small tensors at once; None if each must be encoded by itself."""

@@ -54,6 +54,7 @@ class TracedCompressor(OnDevice):
         self.unbiased = self.definition.is_unbiased(self._options)
         self.default_feedback = self.definition.feedback_of(self._options)
         self.encode_own_before_merge = self.definition.declared.encode_own_before_merge
+        self.sparse = self.program.items is not None
         self._uses_state = any(node.op == "previous_state" for node in self.program.encode_nodes())
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op in ("filter", "hash")]

@@ -18,6 +18,7 @@ from gradwire.kernels.reference.low_rank import (
     outer_sum,
     row_products,
 )
+from gradwire.kernels.reference.owners import owned_positions, split_by_owner
 from gradwire.kernels.reference.positions import pack_positions, positions_bytes, unpack_positions
 from gradwire.kernels.reference.quantize import (
     add_int8,
@@ -57,6 +58,7 @@ __all__ = [
     "normalize_rows",
     "orthonormalize",
     "outer_sum",
+    "owned_positions",
     "pack_bits",
     "pack_fixed",
     "pack_floats",
@@ -72,6 +74,7 @@ __all__ = [
     "row_products",
     "scatter",
     "scatter_sum",
+    "split_by_owner",
     "take",
     "top_k",
     "truncate_floats",

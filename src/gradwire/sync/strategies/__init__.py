@@ -6,7 +6,7 @@ listed in `gradwire._REGISTERED`, and exist only after `gradwire.Plan`, `gradwir
 used: importing this package alone does not load them.
 """
 
-from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce
+from gradwire.sync.strategies import allgather, hierarchical, ring, scatter_reduce, sparse_reduce
 from gradwire.sync.strategies.builder import Builder
 from gradwire.sync.strategies.register import STRATEGIES, Strategy, operations_of, peer_strategies, register
 
@@ -21,4 +21,5 @@ __all__ = [
     "register",
     "ring",
     "scatter_reduce",
+    "sparse_reduce",
 ]

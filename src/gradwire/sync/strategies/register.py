@@ -67,8 +67,9 @@ class Strategy:
         codec: Function that returns the codec of a job, with the methods that these operations call.
         has_owners: Whether each chunk has an owner, so that tensors are cut into one range per rank by default.
         requires_full_tensor: If true, ranges of a tensor cannot be submitted alone.
+        sparse: If true, the strategy supports only compressors whose payloads list pairs.
         carried: Class of compressors that the strategy supports.
-        carried_advice: Description of `carried`, and what to use instead.
+        carried_advice: Description of the compressors that it supports, and what to use instead.
         address: Function that makes a `ServiceAddress` from the user's ``server=`` or the environment, and returns None
             if there is neither. None for strategies that need no service.
         address_advice: What to do if there is no address.
@@ -79,6 +80,7 @@ class Strategy:
     codec: Callable[[Any, Runtime], Any] = codec_of
     has_owners: bool = True
     requires_full_tensor: bool = False
+    sparse: bool = False
     carried: type[Compressor] = Compressor  # type: ignore[type-abstract]
     carried_advice: str = ""
     address: Callable[[Any], ServiceAddress | None] | None = None
@@ -86,7 +88,7 @@ class Strategy:
 
     def carries(self, compressor: Compressor) -> bool:
         """Whether the strategy supports a compressor."""
-        return isinstance(compressor, self.carried)
+        return isinstance(compressor, self.carried) and (compressor.sparse or not self.sparse)
 
     def check(self, compressor: Compressor, where: str) -> None:
         """Raise `OptionError` if the strategy does not support a compressor."""

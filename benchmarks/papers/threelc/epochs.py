@@ -1,0 +1,311 @@
+"""3LC and its rivals over trainings of many epochs: accuracies of table 1 and figures 4 to 8 of the 3LC paper.
+
+`--data` is CIFAR-10 as images, see `benchmarks.data.cifar`. Four workers and a parameter server are simulated in one
+process (`simulated_server`): codecs, residuals and the server's optimizer are those of a job, and only the network is
+missing, since it does not change what is learned. Step times are those of `training`.
+
+Each training is written as it ends, and none is repeated, so the command may be stopped and started again at any time.
+With `--minutes`, no training starts after that time. `rates` trains the float baseline for a few learning rates, of
+which the best, `RATE`, is used by all. `why` has designs that tell what costs accuracy.
+
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: ResNet-20 instead of ResNet-110, images of 16 × 16
+pixels, 4 workers instead of 10, 20 epochs instead of 164, with a warm-up over the first twentieth; the learning rate
+is tuned for the float baseline; all workers update the statistics of batch normalization.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.nn import functional
+
+from benchmarks.data.cifar import DEVIATION, MEAN, ResNet, Split, load
+from benchmarks.intervals import interval
+from benchmarks.keys import key_of
+from benchmarks.options import Cifar10, Seeds, choose, listed
+from benchmarks.papers.threelc import training
+from benchmarks.papers.threelc.simulated_server import Exchange, SimulatedServer
+from benchmarks.plotting import figure
+
+WORKERS, BATCH, EPOCHS = 4, 32, 20
+RATE, LAST_RATE, MOMENTUM, DECAY = 0.2, 0.01, 0.9, 1e-4
+RATES = (0.05, 0.1, 0.2, 0.4)  # for all workers together
+SIDE, MARGIN = 16, 2  # pixels
+PARTS = ("learn", "shares", "rates", "why")
+SHARES = (0.25, 0.5, 0.75)
+KEY, CHOICES = (
+    ("method", "seed", "share", "epochs", "learning_rate"),
+    ("seeds", "parts", "designs", "minutes", "epochs"),
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Design:
+    """One way to exchange state changes.
+
+    Attributes:
+        label: Name in the record.
+        exchange: How gradients and updates are encoded.
+        local_steps: Number of steps whose gradients are added and exchanged together.
+    """
+
+    label: str
+    exchange: Exchange
+    local_steps: int = 1
+
+
+FLOAT = "32-bit float"
+DESIGNS = tuple(
+    Design(each.label, Exchange(each.compressor, each.compressor, each.feedback), each.local_steps)
+    for each in training.DESIGNS
+    if each.label not in ("25% sparsification", "3LC (no ZRE)")  # not in the issue's table; the same values as with it
+)
+SHARED = (FLOAT, "3LC (s=1.00)", "3LC (s=1.75)")
+THREELC = "threelc:sparsity=1.0"
+WHOLE = 1 << 30  # elements of a chunk
+WHY = (
+    Design("3LC, pushes only", Exchange(THREELC, "none")),
+    Design("3LC, pulls only", Exchange("none", THREELC)),
+    Design("3LC, whole tensors", Exchange(THREELC, THREELC, chunk_elements=WHOLE)),
+    Design("3LC, block=1024", Exchange(f"{THREELC}:block=1024", f"{THREELC}:block=1024")),
+)
+
+
+# -- one training ----------------------------------------------------------------------------------------------------
+
+
+def small(split: Split) -> Split:
+    """The same images with 16 × 16 pixels, uint8."""
+    halves = [functional.avg_pool2d(part.float(), 2).round_().to(torch.uint8) for part in split[0].split(5000)]
+    return torch.cat(halves), split[1]
+
+
+def normalized(images: torch.Tensor) -> torch.Tensor:
+    """Images as the model reads them, float32[B, 3, 16, 16]."""
+    values = images.float().div_(255)
+    return (values - torch.tensor(MEAN).view(3, 1, 1)).div_(torch.tensor(DEVIATION).view(3, 1, 1))
+
+
+def cropped(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Images moved by up to `MARGIN` pixels in both directions, and flipped, at random."""
+    count = len(images)
+    padded = functional.pad(images, (MARGIN,) * 4)
+    down, right = torch.randint(0, 2 * MARGIN + 1, (2, count, 1), generator=generator)
+    across = torch.arange(SIDE).expand(count, SIDE)
+    flips = torch.rand(count, 1, generator=generator) < 0.5
+    columns = right + torch.where(flips, across.flip(1), across)
+    rows = down + across
+    found: torch.Tensor = padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    return found.permute(0, 3, 1, 2).contiguous()
+
+
+def learning_rate(step: int, steps: int, rate: float) -> float:
+    """Cosine decay without restarts to a hundredth, after a warm-up of a twentieth of the steps."""
+    warm = min(1.0, (step + 1) / max(1.0, steps / 20))
+    last = LAST_RATE * rate
+    return warm * (last + (rate - last) * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, test: Split) -> float:
+    """Top-1 accuracy."""
+    model.eval()
+    right = sum(int((model(normalized(x)).argmax(1) == y).sum()) for x, y in zip(*(part.split(500) for part in test)))
+    model.train()
+    return right / len(test[1])
+
+
+class Training:
+    """One training.
+
+    Args:
+        design: How state changes are exchanged.
+        data: Training and test images.
+        steps: Number of steps.
+        rate: Largest learning rate.
+        seed: Seed of model, data and random streams.
+    """
+
+    def __init__(self, design: Design, data: tuple[Split, Split], steps: int, rate: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.design, self.steps, self.rate = design, steps, rate
+        self.train, self.test = data
+        self.model = ResNet(blocks=3, width=16, stride=1)
+        self.parameters = list(self.model.parameters())
+        self.num_parameters = sum(each.numel() for each in self.parameters)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=rate, momentum=MOMENTUM, weight_decay=DECAY)
+        self.server = SimulatedServer(self.model, self.optimizer, WORKERS, design.exchange, seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def run(self) -> Iterator[Row]:
+        """Train, and report on each twentieth of the steps, and on the end."""
+        losses: list[float] = []
+        bits: dict[str, list[float]] = {"pushed": [], "pulled": []}
+        marks = {round((part + 1) * self.steps / 20) for part in range(20)}
+        held_out = self.test[0][::5], self.test[1][::5]
+        sums = [[torch.zeros_like(each) for each in self.parameters] for _ in range(WORKERS)]
+        for step in range(self.steps):
+            self.optimizer.param_groups[0]["lr"] = learning_rate(step, self.steps, self.rate)
+            gradients, loss = self._gradients()
+            losses.append(loss)
+            if self.design.local_steps > 1:
+                for total, own in zip(sums, gradients):
+                    torch._foreach_add_(total, own)
+                gradients = sums
+            sent = dict.fromkeys(bits, 0.0)
+            if (step + 1) % self.design.local_steps == 0:
+                self.server.step(gradients)
+                sent = {"pushed": self.server.pushed, "pulled": self.server.pulled}
+                for each in sums:
+                    torch._foreach_zero_(each)
+            for way, found in bits.items():
+                found.append(8 * sent[way] / self.num_parameters)
+            if step + 1 in marks:
+                at = {"step": step + 1}
+                yield {**at, "metric": "loss", "value": statistics.fmean(losses)}
+                yield {**at, "metric": "accuracy_at", "value": accuracy(self.model, held_out), "unit": "share"}
+                for way, found in bits.items():
+                    yield {**at, "metric": f"bits_{way}_at", "value": statistics.fmean(found), "unit": "bit"}
+                for way, norm in self.server.residuals().items():
+                    yield {**at, "metric": f"residual_{way}", "value": norm}
+                losses, bits = [], {"pushed": [], "pulled": []}
+        if not self.server.same():
+            raise AssertionError("The workers hold different parameters.")
+        yield {"metric": "accuracy", "value": accuracy(self.model, self.test), "unit": "share"}
+
+    def _gradients(self) -> tuple[list[list[torch.Tensor]], float]:
+        """Gradients of all workers, and their mean loss."""
+        index = torch.randint(0, len(self.train[1]), (WORKERS, BATCH), generator=self.generator)
+        found, losses = [], []
+        for samples in index:
+            x = normalized(cropped(self.train[0][samples], self.generator))
+            loss = functional.cross_entropy(self.model(x), self.train[1][samples])
+            found.append(list(torch.autograd.grad(loss, self.parameters)))
+            losses.append(float(loss.detach()))
+        return found, statistics.fmean(losses)
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def trainings(
+    parts: Sequence[str], seeds: int, designs: Sequence[Design]
+) -> Iterator[tuple[Design, int, float, float]]:
+    """Design, seed, share of the steps, and learning rate of each training."""
+    if "rates" in parts:
+        yield from ((DESIGNS[0], 0, 1.0, rate) for rate in RATES)
+    if "learn" in parts:
+        yield from ((design, seed, 1.0, RATE) for seed in range(seeds) for design in designs if design in DESIGNS)
+    if "why" in parts:
+        yield from ((design, 0, 1.0, RATE) for design in designs if design in WHY)
+    if "shares" in parts:
+        chosen = [design for design in designs if design.label in SHARED]
+        yield from ((design, 0, share, RATE) for share, design in itertools.product(SHARES, chosen))
+
+
+def run(
+    data: Cifar10,
+    seeds: Seeds = 3,
+    epochs: Annotated[int, typer.Option(help="Epochs of a whole training.")] = EPOCHS,
+    designs: Annotated[str, typer.Option(help="Labels of designs, with | in between.")] = "",
+    parts: Annotated[str, typer.Option(help="learn, shares, rates, why.")] = "",
+    minutes: Annotated[float, typer.Option(help="Start no training after this time.")] = math.inf,
+    *,
+    done: Set[tuple[str, ...]],
+) -> Iterator[list[Row]]:
+    """Train what the record does not have, one after another."""
+    end = time.monotonic() + 60 * minutes
+    known = [design.label for design in (*DESIGNS, *WHY)]
+    labels = listed(designs.replace("|", ","), known)
+    chosen = [design for design in (*DESIGNS, *WHY) if design.label in labels]
+    images = small(load(data, "train")), small(load(data, "test"))
+    whole = epochs * len(images[0][1]) // (WORKERS * BATCH)
+    for design, seed, share, rate in trainings(choose(parts, PARTS), seeds, chosen):
+        fixed = {
+            "method": design.label, "seed": seed, "share": share, "epochs": epochs, "learning_rate": rate,
+            "ranks": WORKERS, "dtype": "float32", "source": "measured", "rate": "none",
+        }  # fmt: skip
+        if key_of(fixed, KEY) in done or time.monotonic() > end:
+            continue
+        begun = time.monotonic()
+        one = Training(design, images, round(share * whole), rate, seed)
+        rows = [{**fixed, "size": one.num_parameters, "steps": one.steps, **row} for row in one.run()]
+        spent = (time.monotonic() - begun) / 60
+        print(f"{design.label:20} seed {seed}, {share:.0%}: {rows[-1]['value']:.2%} in {spent:.1f} min", flush=True)
+        yield rows
+
+
+# -- tables and plots ----------------------------------------------------------------------------------------------
+
+
+def values(rows: Sequence[Row], label: str, metric: str = "accuracy", share: float = 1.0) -> dict[int, float]:
+    """The last value of a metric by seed."""
+    wanted = {"method": label, "metric": metric, "share": share, "learning_rate": RATE}
+    return {row["seed"]: row["value"] for row in rows if all(row[key] == value for key, value in wanted.items())}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown table: accuracy, difference from float with its interval, and bits pushed and pulled a parameter."""
+    lines = [
+        "| design | accuracy, % | difference, points | in the paper | bits a parameter |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    base = values(rows, FLOAT)
+    paper = {each.label: each.paper[-1] for each in training.DESIGNS}
+    for design in (*DESIGNS, *WHY):
+        found = values(rows, design.label)
+        both = sorted(found.keys() & base.keys())
+        if not both:
+            continue
+        mean = 100 * statistics.fmean(found.values())
+        difference, half = interval([100 * (found[seed] - base[seed]) for seed in both])
+        spread = "" if math.isnan(half) else f" ± {half:.2f}"
+        bits = " + ".join(f"{mean_bits(rows, design.label, way):.2f}" for way in ("pushed", "pulled"))
+        said = f"{paper[design.label]:+.2f}" if design.label in paper else ""
+        lines.append(f"| {design.label} | {mean:.2f} | {difference:+.2f}{spread} | {said} | {bits} |")
+    rates = [row for row in rows if row["method"] == FLOAT and row["metric"] == "accuracy" and row["share"] == 1.0]
+    tuned = {row["learning_rate"]: row["value"] for row in rates if row["seed"] == 0}
+    if len(tuned) > 1:
+        said = ", ".join(f"{rate:g}: {100 * value:.2f} %" for rate, value in sorted(tuned.items()))
+        lines += ["", f"{FLOAT}, seed 0, by learning rate: {said}."]
+    return "\n".join(lines)
+
+
+def mean_bits(rows: Sequence[Row], label: str, way: str) -> float:
+    """Bits a parameter and step, mean over the trainings."""
+    wanted = {"method": label, "metric": f"bits_{way}_at", "share": 1.0, "learning_rate": RATE}
+    return statistics.fmean(row["value"] for row in rows if all(row[key] == value for key, value in wanted.items()))
+
+
+def plot(rows: Sequence[Row], folder: Path) -> None:
+    """Plot accuracy by share of the steps, and accuracy and residuals in the course of a training."""
+    colors = [f"C{index}" for index in range(10)] + ["#1f2933", "#9aa5b1", "#5a3d8a", "#b08900"]
+    with figure(folder / "threelc-epochs.svg", columns=3, size=(15, 4.4)) as axes:
+        shares, course, left = axes[0]
+        for design, color in zip((*DESIGNS, *WHY), colors):
+            points = [
+                (100 * share, 100 * statistics.fmean(found.values()))
+                for share in (*SHARES, 1.0)
+                if (found := values(rows, design.label, share=share))
+            ]
+            if points:
+                shares.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=color)
+            for axis, metric in ((course, "accuracy_at"), (left, "residual_push")):
+                wanted = {"method": design.label, "metric": metric, "seed": 0, "share": 1.0, "learning_rate": RATE}
+                curve = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+                if curve:
+                    factor = 100 if axis is course else 1
+                    axis.plot([row["step"] for row in curve], [factor * row["value"] for row in curve], color=color)
+        shares.set(xlabel="share of the steps, %", ylabel="test accuracy, %")
+        shares.legend(fontsize=7)
+        course.set(xlabel="step", ylabel="accuracy on every fifth test image, %")
+        left.set(xlabel="step", ylabel="norm of a worker's residual")
