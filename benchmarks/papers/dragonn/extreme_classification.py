@@ -116,6 +116,7 @@ STUDY = Study(
     designs=(
         Design("dense", "ddp-fp32"),
         Design("dragonn", "dragonn:ratio=0.001/momentum"),
+        Design("dragonn at equal bytes", "dragonn:ratio=0.00158/momentum"),  # as many elements as topk sends
         Design("dgc", "dgc:ratio=0.001/momentum"),
         Design("topk", "topk:ratio=0.001/momentum"),
         Design("random", "randomk:ratio=0.001:scaled=False/momentum"),

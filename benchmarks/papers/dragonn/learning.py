@@ -30,7 +30,7 @@ SEEDS = 3
 KEY, CHOICES = ("method", "seed"), ("seeds", "designs", "parts")
 GOAL = 0.97  # of the dense training's last accuracy: what a method is to reach
 EVERY = 10  # steps between the points of a loss curve that are written down
-COLORS = ("#3e4c59", "#17a08a", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
+COLORS = ("#3e4c59", "#17a08a", "#7bc8bb", "#2f6db5", "#b3590f", "#8a4fbf", "#c2324f")
 Row = dict[str, Any]
 
 
