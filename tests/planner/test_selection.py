@@ -50,9 +50,7 @@ def test_a_tensor_is_compressed_if_its_codec_takes_less_than_the_wire_would(rate
     """Equation 1: T_comp < T_full - T_spr, for each size by itself."""
     job = described(rate)
     for numel in (1 << power for power in range(8, 27)):
-        sparse = min(
-            route("dragonn", way, count, numel, job).seconds for way in LISTED for count in (1, 2, 4, 8, 16)
-        )
+        sparse = min(route("dragonn", way, count, numel, job).seconds for way in LISTED for count in (1, 2, 4, 8, 16))
         dense = min(
             native_seconds(4 * numel, job),
             *(route("none", way, 1, numel, job).seconds for way in ("ring", "scatter_reduce", "allgather")),

@@ -47,14 +47,14 @@ from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 
 HOSTS, RATES = 8, ("100mbit", "1gbit")
 SIMULATED, SIMULATED_RATE = (16, 32, 64, 128), "1gbit"
-SHAPE, METHOD, RATIO = (2048, 2048), "topk:ratio=0.01", 0.01
+SHAPE, METHOD, RATIO = (2048, 2048), "topk", 0.01  # its default
 EXPONENTS = {"uniform": 0.0, "zipf": 1.0}
 STRATEGIES = ("allgather", "sparse_reduce", "scatter_reduce")
 DENSE = "dense"
 BLOCKS, BLOCK_STEPS = 4, 3
 LATENCY = 1e-4  # of a simulated link
 Row = dict[str, Any]
-KEY, CHOICES = ("part", "rate", "ranks"), ("part", "rates", "num_ranks")
+KEY, CHOICES = ("part", "rate", "ranks", "positions"), ("part", "rates", "num_ranks")
 
 
 @dataclass(frozen=True)
