@@ -1,5 +1,6 @@
 """The trainings of sparsifiers: data, methods, and figures computed from measurements."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,10 +86,24 @@ def test_tables_say_who_gets_there_and_how_much_sooner(tmp_path):
     assert (dense.reaches(0.55), second.reaches(0.55), third.reaches(0.55)) == (20, 20, None)
     lines = extreme.table(read_figures(path)).splitlines()
     assert lines[3].endswith(
-        "| 60.0% | +0.0 ± 2.5 | 20 | 1 | 100 ms, 10.00, 2.00, 10.00 | 100 ms, 10.00, 2.00, 10.00 |"
+        "| 60.0% | +0.0 ± 2.5 | 50.0% | +0.0 ± 0.0 | 20 ± 0 (20, 20, 20) | 1 | 100 ms, 10.00, 2.00, 10.00 | "
+        "100 ms, 10.00, 2.00, 10.00 |"
     )
-    assert "| 30.0% | -30.0 ± 0.0 | never |" in lines[4]
+    assert "| 30.0% | -30.0 ± 0.0 | 50.0% | +0.0 ± 0.0 | never |" in lines[4]
     assert lines[4].endswith("100 ms, 10.00, 2.00, never |")
+
+
+def test_crossings_are_those_of_each_seed_and_designs_need_not_be_timed():
+    curves = ({20: 0.3, 40: 0.6, 60: 0.6}, {20: 0.6, 40: 0.4, 60: 0.7}, {20: 0.6, 40: 0.6, 60: 0.6})
+    found = learning.Found("dragonn", curves, {}, {}, math.nan)
+    assert found.crossings(0.5) == [40, 60, 20]
+    assert found.reaches(0.5) == 40
+    assert found.crossings(0.65) == [None, 60, None]
+    assert found.reaches(0.65) is None
+    assert found.middle == (0.3, 0.6, 0.6)
+    timed = [row for row in rows(extreme.STUDY) if row["method"] != "topk" or row["metric"] == "accuracy"]
+    (line,) = [line for line in extreme.table(timed).splitlines() if line.startswith("| topk")]
+    assert line.endswith("| 20 ± 0 (20, 20, 20) |  | not timed | not timed |")
 
 
 def test_the_plot_names_every_design(tmp_path):

@@ -123,7 +123,7 @@ class Study:
     def table(self, rows: Sequence[Row]) -> str:
         """Markdown table: accuracy, its difference from the first design for each seed, and speed."""
         found = read(rows, self)
-        if not found or found[0].label != self.designs[0].label:
+        if not found or found[0].label != self.designs[0].label or not found[0].steps:
             return f"There is no table before {self.designs[0].label!r} is learned and timed."
         return table(self, found)
 
@@ -170,79 +170,127 @@ class Found:
     """One method as read from a record.
 
     Attributes:
-        seeds: Final accuracy of each seed.
-        accuracy: Mean accuracy of all seeds, by step.
-        steps: Seconds per step, by rate.
+        curves: Accuracy by step, of each seed.
+        steps: Seconds per step, by rate. Empty if the method was not timed.
         ideal: Seconds of the ideal step, by rate.
-        megabytes: Megabytes sent per rank and step, at the first rate.
+        megabytes: Megabytes sent per rank and step, at the first rate; NaN if the method was not timed.
     """
 
     label: str
-    seeds: tuple[float, ...]
-    accuracy: dict[int, float]
+    curves: tuple[dict[int, float], ...]
     steps: dict[str, float]
     ideal: dict[str, float]
     megabytes: float
+
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """Mean accuracy of all seeds, by step."""
+        return {step: statistics.fmean(each[step] for each in self.curves) for step in self.curves[0]}
+
+    @property
+    def seeds(self) -> tuple[float, ...]:
+        """Final accuracy of each seed."""
+        return tuple(each[max(each)] for each in self.curves)
+
+    @property
+    def middle(self) -> tuple[float, ...]:
+        """Mean accuracy over the second quarter of training, of each seed."""
+        return tuple(
+            statistics.fmean(value for step, value in each.items() if max(each) / 4 < step <= max(each) / 2)
+            for each in self.curves
+        )
 
     @property
     def last(self) -> float:
         """Final accuracy, averaged over seeds."""
         return statistics.fmean(self.seeds)
 
-    def reaches(self, accuracy: float) -> int | None:
-        """First step from which the mean accuracy stays at or above this value. None if there is none."""
-        found = None
-        for step in sorted(self.accuracy, reverse=True):
-            if self.accuracy[step] < accuracy:
-                break
-            found = step
-        return found
+    def crossings(self, accuracy: float) -> list[int | None]:
+        """For each seed, the first step from which its accuracy stays at or above this value; None without one."""
+        return [crossing(each, accuracy) for each in self.curves]
+
+    def reaches(self, accuracy: float) -> float | None:
+        """Mean of `crossings`; None if a seed has none."""
+        found = [step for step in self.crossings(accuracy) if step is not None]
+        return statistics.fmean(found) if len(found) == len(self.curves) else None
+
+
+def crossing(curve: dict[int, float], accuracy: float) -> int | None:
+    """First step from which a curve stays at or above this value. None if there is none."""
+    found = None
+    for step in sorted(curve, reverse=True):
+        if curve[step] < accuracy:
+            break
+        found = step
+    return found
 
 
 def read(rows: Sequence[Row], study: Study) -> list[Found]:
-    """Read the designs that were both trained and timed from the rows of a record."""
+    """Read the designs that were trained from the rows of a record."""
     found = []
     for design in study.designs:
         mine = [row for row in rows if row["method"] == design.label]
-        by_step: dict[int, list[float]] = {}
+        curves: dict[Any, dict[int, float]] = {}
         for row in mine:
             if row["metric"] == "accuracy":
-                by_step.setdefault(row["step"], []).append(row["value"])
+                curves.setdefault(row["seed"], {})[row["step"]] = row["value"]
         steps, ideal, sent = (
             {row["rate"]: row["value"] for row in mine if row["metric"] == metric}
             for metric in ("step", "ideal_step", "bytes")
         )
-        if by_step and steps:
-            means = {step: statistics.fmean(values) for step, values in by_step.items()}
-            last = tuple(by_step[max(by_step)])
-            found.append(Found(design.label, last, means, steps, ideal, sent[RATES[0]] / 1e6))
+        if curves:
+            by_seed = tuple(curves[seed] for seed in sorted(curves))
+            found.append(Found(design.label, by_seed, steps, ideal, sent.get(RATES[0], math.nan) / 1e6))
     return found
 
 
 def table(study: Study, found: Sequence[Found]) -> str:
-    """Markdown table: accuracy, its difference from the first design for each seed, and speed."""
+    """Markdown table: accuracy at the end and in the second quarter, steps to a goal, and speed."""
     dense = found[0]
     goal = GOAL * dense.last
     rates = " | ".join(f"{rate}: step, × dense, ÷ ideal, × dense to {goal:.1%}" for rate in RATES)
     lines = [
-        f"| | {study.measure} | points above {dense.label} | steps to {goal:.1%} | MB per step | {rates} |",
-        "|---|---|---|---|---|" + "---|" * len(RATES),
+        f"| | {study.measure} | points above {dense.label} | second quarter | points above {dense.label} | "
+        f"steps to {goal:.1%} | MB per step | {rates} |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(RATES),
     ]
     for each in found:
-        reached, first = each.reaches(goal), dense.reaches(goal)
-        cells = []
-        for rate in RATES:
-            faster = dense.steps[rate] / each.steps[rate]
-            sooner = "never" if reached is None or first is None else f"{faster * first / reached:.2f}"
-            over = each.steps[rate] / each.ideal[rate]
-            cells.append(f"{1e3 * each.steps[rate]:,.0f} ms, {faster:.2f}, {over:.2f}, {sooner}")
-        mean, half = interval([100 * (a - b) for a, b in zip(each.seeds, dense.seeds)])
-        apart = "" if each is dense else f"{mean:+.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}")
-        lines.append(
-            f"| {each.label} | {each.last:.1%} | {apart} | {reached or 'never'} | {each.megabytes:.3g} | "
-            f"{' | '.join(cells)} |"
-        )
+        cells = [
+            f"{each.last:.1%}", _apart(each.seeds, dense.seeds) if each is not dense else "",
+            f"{statistics.fmean(each.middle):.1%}", _apart(each.middle, dense.middle) if each is not dense else "",
+            _steps_to(each, goal), "" if math.isnan(each.megabytes) else f"{each.megabytes:.3g}",
+            *(_speed(each, dense, goal, rate) for rate in RATES),
+        ]  # fmt: skip
+        lines.append(f"| {each.label} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _apart(values: Sequence[float], others: Sequence[float]) -> str:
+    """Mean difference in points, of the seeds that both have, and its 95 % interval."""
+    return _with_interval([100 * (a - b) for a, b in zip(values, others)], "+.1f", ".1f")
+
+
+def _with_interval(values: Sequence[float], form: str, form_of_half: str) -> str:
+    mean, half = interval(values)
+    return f"{mean:{form}}" + ("" if math.isnan(half) else f" ± {half:{form_of_half}}")
+
+
+def _steps_to(found: Found, goal: float) -> str:
+    """Mean of the seeds with its interval, and each seed's."""
+    each = found.crossings(goal)
+    reached = [step for step in each if step is not None]
+    mean = _with_interval(reached, ".0f", ".0f") if len(reached) == len(each) else ""
+    listed = ", ".join("never" if step is None else str(step) for step in each)
+    return "never" if not reached else f"{mean} ({listed})".strip()
+
+
+def _speed(each: Found, dense: Found, goal: float, rate: str) -> str:
+    if rate not in each.steps:
+        return "not timed"
+    reached, first = each.reaches(goal), dense.reaches(goal)
+    faster, over = dense.steps[rate] / each.steps[rate], each.steps[rate] / each.ideal[rate]
+    sooner = "never" if reached is None or first is None else f"{faster * first / reached:.2f}"
+    return f"{1e3 * each.steps[rate]:,.0f} ms, {faster:.2f}, {over:.2f}, {sooner}"
 
 
 def plot(study: Study, found: Sequence[Found], path: Path) -> None:
@@ -253,6 +301,8 @@ def plot(study: Study, found: Sequence[Found], path: Path) -> None:
             steps = sorted(each.accuracy)
             values = [100 * each.accuracy[step] for step in steps]
             by_step.plot(steps, values, color=color, label=each.label)
+            if not each.steps:
+                continue
             places = bar_places(index, len(found), len(RATES))
             speed.bar(places, [1 / each.steps[rate] for rate in RATES], 0.8 / len(found), color=color)
             for axis, rate in zip(by_time, RATES):
