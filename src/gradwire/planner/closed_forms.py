@@ -14,8 +14,9 @@ Source: HiPress (SOSP 2021), section 3.3, equations 1 and 2; DRAGONN (ICML 2022)
 those of our operations. In scatter-reduce a rank encodes a payload while it sends the one before, so the longer of the
 two counts; HiPress counts all K encodes. Our ring has HiPress's counts: 2 (W − 1) sends, W encodes, W decodes. The
 latency of a message overlaps with other messages, its time on the link does not. With the latency in
-`LinkCosts.per_message`, the forms are those of HiPress and DRAGONN. Preliminary rounds, accumulators, engine tasks and
-frame headers are counted, too.
+`LinkCosts.per_message`, the forms are those of HiPress and DRAGONN, but DRAGONN's printed difference of its two forms
+lacks a factor: (K − 1)(α + (1/K − γ) d A / B) has 1/K where the forms give 2/K. Preliminary rounds,
+accumulators, engine tasks and frame headers are counted, too.
 """
 
 # Shapes: N = elements of a range, W = ranks, K = partitions of a tensor.
