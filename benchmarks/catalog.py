@@ -226,10 +226,7 @@ _DRAGONN = (
     ),
     Benchmark("vision", "... and a ResNet? (figures 3 and 4)", "papers.dragonn.vision", "--data FOLDER"),
     Benchmark("sparse-ratios-text", "How does speed depend on the ratio? (figure 8)", "papers.dragonn.ratios"),
-    Benchmark(
-        "zen", "What do balanced sparse sums gain over all-gather, with 8 to 128 ranks?", "papers.dragonn.zen",
-        recorded=False,
-    ),
+    Benchmark("zen", "What do balanced sparse sums gain over all-gather, with 8 to 128 ranks?", "papers.dragonn.zen"),
 )  # fmt: skip
 _THC = (
     Benchmark("thc-nmse", "How large is THC's error, by bits and granularity? (figures 2b and 15)", "papers.thc.nmse"),
