@@ -7,7 +7,7 @@ from tests.fuzz.aggregation import aggregation_targets
 from tests.fuzz.decoders import DecoderTarget, PackedFloatsTarget
 from tests.fuzz.parameters import ServerTarget, UpdateTarget, words_target
 from tests.fuzz.target import Target
-from tests.fuzz.wire import CodeTarget, FrameTarget, HandshakeTarget, StreamTarget, TaggedStreamTarget
+from tests.fuzz.wire import CodeTarget, FrameTarget, HandshakeTarget, PairListTarget, StreamTarget, TaggedStreamTarget
 
 
 def targets() -> dict[str, Target]:
@@ -19,6 +19,7 @@ def targets() -> dict[str, Target]:
     made += [
         TaggedStreamTarget(),
         CodeTarget(),
+        PairListTarget(),
         PackedFloatsTarget("lossless"),
         PackedFloatsTarget("lossless", code="fixed"),
         words_target(),

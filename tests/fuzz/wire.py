@@ -13,6 +13,7 @@ from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.kernels.prefix_code import PrefixCode
 from gradwire.net.conversation import Conversation, PeerIds
 from gradwire.net.handshake import GroupMember, Handshake, JobKey
+from gradwire.sync import sparse_codec
 from gradwire.wire.frame import DATA_KINDS, FrameKind, Header, Outgoing, pack, parse, unpack, verify, without_seal
 from gradwire.wire.mac import FrameMac
 from tests.fuzz.target import BrokenPromiseError, Seed, Target, put_checksum
@@ -36,6 +37,33 @@ class CodeTarget(Target):
             return False
         if code.to_bytes() != data:
             raise BrokenPromiseError("lengths in another form than ours were taken")
+        return True
+
+
+class PairListTarget(Target):
+    """A list of pairs of one owner is taken only in the one form that `pack` writes."""
+
+    name = "list of pairs"
+    framed = False
+    ROWS = 300
+
+    def corpus(self) -> list[Seed]:
+        draw, found = np.random.default_rng(0), []
+        for count in (0, 1, 3, 40, 150, 300):
+            rows = np.sort(draw.choice(self.ROWS, count, replace=False)).astype(np.uint32)
+            values = draw.standard_normal(count).astype(np.float32)
+            found.append(Seed(sparse_codec.pack(sparse_codec.PairList(rows, values), self.ROWS).tobytes()))
+        return found
+
+    def check(self, data: bytes, seed: Seed, rng: random.Random) -> bool:
+        try:
+            pairs = sparse_codec.unpack(np.frombuffer(data, np.uint8), self.ROWS)
+        except PayloadError:
+            return False
+        if (pairs.rows >= self.ROWS).any() or not np.isfinite(pairs.values).all():
+            raise BrokenPromiseError("rows or values out of range were taken")
+        if sparse_codec.pack(pairs, self.ROWS).tobytes() != data:
+            raise BrokenPromiseError("a list in another form than ours was taken")
         return True
 
 
