@@ -87,6 +87,21 @@ def test_moments_are_cut_for_the_highest_rate_that_a_scheduler_says(scheduler) -
     assert OptimizerState(optimizer, net.named_parameters())("0.weight", ElementRange(0, 4))["numbers"][4] == 0.5
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_with_moments_the_current_rate_counts_once_it_has_stopped_rising(lasting) -> None:
+    """Rates of a warm-up, a plateau, a decay to 0 and a restart; and the rates for which gradients are cut."""
+    net, optimizer = trained(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    optimizer.param_groups[0]["initial_lr"] = 0.5
+    state = OptimizerState(optimizer, net.named_parameters(), lasting=["0.weight"] if lasting else [])
+    found = []
+    for rate in (0.125, 0.25, 0.25, 0.5, 0.25, 0.125, 0.0, 0.125, 0.0625):
+        optimizer.param_groups[0]["lr"] = rate
+        state.begin_backward()
+        found.append(float(state("0.weight", ElementRange(0, 4))["numbers"][4]))
+        state.before_step([])
+    assert found == ([0.5] * 9 if lasting else [0.5, 0.5, 0.25, 0.5, 0.25, 0.125, 0.5, 0.5, 0.0625])
+
+
 @pytest.mark.parametrize(
     ("change", "refused"),
     [({"lr": 0.5}, True), ({"lr": 0.125}, False), ({"weight_decay": 0.1}, True), ({"lr": 0.0}, False), ({}, False)],

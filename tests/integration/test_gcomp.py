@@ -21,3 +21,9 @@ def test_two_ranks_train_as_without_compression(optimizer) -> None:
         else:
             assert 0 < one["off"] < 1e-6
             assert one["ratio"] > first["lossless ring"]["ratio"] > 1.1
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce"])
+def test_if_ranks_differ_a_step_is_skipped_on_all_of_them_and_levels_are_sent_from_then_on(strategy) -> None:
+    for outcome in launch("gcomp.mismatch", 2, strategy=strategy):
+        assert outcome.result == {"changed": [False, True, True], "finite": [False, True, True], "common": False}

@@ -58,7 +58,7 @@ class Ranks:
 def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) -> Iterator[Ranks]:
     """`world_size` synchronizers over an in-memory network.
 
-    `plan`, `nodes`, `server` and `watch_norms` may be functions of the rank.
+    `plan`, `nodes`, `server` and `watch_norms` may be functions of the rank; `aux_of` is one that returns `aux`.
 
     Fields of `SyncOptions` may be passed directly; with `time_slots`, the ranks meet over TCP. Unless told otherwise,
     two ranks share a node, where there are more than two.
@@ -75,6 +75,8 @@ def ranks(world_size: int, plan: Any, *, timeout: float = 10.0, **options: Any) 
             chosen = plan(rank) if callable(plan) else plan
             by_rank = ("nodes", "server", "watch_norms")
             own = options | {name: options[name](rank) for name in by_rank if callable(options.get(name))}
+            if "aux_of" in own:
+                own["aux"] = own.pop("aux_of")(rank)
             fields = {field.name: own.pop(field.name) for field in dataclasses.fields(SyncOptions) if field.name in own}
             shared = SyncOptions(timeout=timedelta(seconds=timeout), **fields)
             transport = None if shared.time_slots else network.transports[rank]

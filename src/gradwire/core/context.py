@@ -34,6 +34,7 @@ class Context:
         stage: Number of encodes before this one on the path: 0 for a rank's own gradient, then one more per re-encode.
         spec: Shape and dtype to decode to, which decoders never take from the payload. None if `out=` has them.
         aux: Slices of the parameter and the optimizer state for these elements, by name (for gcomp).
+        error_share: Share of the error of a step that this encode may make (for gcomp); None for 1 / world_size.
         state: State of the range that a `StatefulCompressor` returned in an earlier step; None at first.
     """
 
@@ -47,6 +48,7 @@ class Context:
     spec: TensorSpec | None = None
     aux: Mapping[str, torch.Tensor] = field(default_factory=dict)
     state: np.ndarray | None = None
+    error_share: float | None = None
 
     @property
     def shared_key(self) -> int:

@@ -52,6 +52,10 @@ class PayloadError(GradwireError, ValueError):
     """Received bytes are not a payload of the expected tensor. The only error that decoders raise for their input."""
 
 
+class StateMismatchError(PayloadError):
+    """A payload was encoded with other parameters or another optimizer state than this rank has, as its digest says."""
+
+
 class FrameError(PayloadError):
     """Received bytes are not a frame, or not the expected one."""
 

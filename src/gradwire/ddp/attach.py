@@ -129,9 +129,10 @@ def attach(
 
 def _show_state(optimizers: Optimizers, plan: Plan, tensors: Mapping[str, TensorSpec], may_choose_gcomp: bool) -> None:
     """Show optimizer state to gcomp, for the tensors that it compresses, or may compress under auto."""
-    optimizers.show_state({name for name in tensors if plan.entry(name, tensors[name]).compressor.needs_optimizer})
+    compressors = {name: plan.entry(name, spec).compressor for name, spec in tensors.items()}
+    optimizers.show_state({name: each for name, each in compressors.items() if each.needs_optimizer})
     if may_choose_gcomp:
         try:
-            optimizers.show_state(tensors)
+            optimizers.show_state(dict.fromkeys(tensors))
         except OptionError as error:
             logger.info("auto leaves gcomp out: %s", error)

@@ -3,8 +3,8 @@
 The bound holds for gradients that reach the optimizer as they were averaged.
 
 - One factor below 1, as by `clip_grad_norm_`: the factor depends on many gradients, including cut ones. From the first
-  such factor on, `gcomp` cuts at most a first level of float32 and nothing of 16-bit elements, so that each encode
-  changes what goes into a norm by at most 2^-17. The first such step was still cut as if there were no clipping;
+  such factor on, `gcomp` cuts at most 6 bits of float32, or 7 by rounding, and nothing of 16-bit elements, so that each
+  encode changes what goes into a norm by at most 2^-17. The first such step was still cut as if there were no clipping;
   ``gw.make("gcomp", clipped=True)`` expects clipping from the start.
 - Several factors within one tensor: treated the same way.
 - A factor above 1: refused, because it would move parameters by more than the bound.

@@ -99,7 +99,10 @@ class Handle:
         self.commit_without_optimizer()
         state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
         states = self._optimizers.states
-        return state | {"clipped": any(each.clipped for each in states)} if states else state
+        if not states:
+            return state
+        seen = {"clipped": any(each.clipped for each in states), "common": all(each.common for each in states)}
+        return state | seen | {"rates": [each.rates for each in states]}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from `state` bit for bit, under any bucket layout.
@@ -113,6 +116,9 @@ class Handle:
         self._loss_scale = first.get("loss_scale")
         for each in self._optimizers.states:
             each.clipped = bool(first.get("clipped", False))
+            each.common = bool(first.get("common", True))
+        for each, rates in zip(self._optimizers.states, first.get("rates", ()), strict=False):
+            each.rates = dict(rates)
         if self.autopilot is not None:
             self.autopilot.restart()
 
@@ -274,6 +280,9 @@ class Handle:
         self._last_index = sys.maxsize
         with _advising():
             self.synchronizer.wait()
+        if self.synchronizer.state_mismatch:
+            self.synchronizer.state_mismatch = False
+            self._optimizers.note_mismatch()
 
     def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +29,30 @@ class OptimizerState:
     Args:
         optimizer: Optimizer of torch.optim that `gcomp_metric.RULES` has.
         parameters: Parameters under `gcomp`, by name.
+        lasting: Names of those for which the highest rate counts that a scheduler has recorded, not the current one.
 
     Attributes:
         loss_scale: Factor by which gradients are scaled until the optimizer steps.
         clipped: Whether gradients were changed by more than a common scale before a step (see `clipping`).
+        common: Whether all ranks have the same parameters and optimizer state, as far as is known.
+        rates: Learning rate of each parameter group in the last step, by index of the group.
 
     Raises:
         OptionError: `gcomp` does not know the update of the optimizer or of one of its options, or a parameter is not
             one of the optimizer's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        lasting: Collection[str] = (),
+    ) -> None:
+        self._lasting = frozenset(lasting)
         self.loss_scale = 1.0
         self.clipped = False
+        self.common = True
+        self.rates: dict[int, float] = {}
         self._cut_for: dict[str, Numbers] = {}  # hyper-parameters for which gradients of the coming step were cut
         self._again = False
         self.optimizer = optimizer
@@ -84,6 +95,15 @@ class OptimizerState:
             self._check_numbers(name, numbers)
         for factor in factors:
             self._note(factor, bool(cut_for))
+        self._end_step()
+
+    def skip_step(self) -> None:
+        """Forget what was cut for a step that is skipped."""
+        self._cut_for = {}
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.rates = {index: float(group["lr"]) for index, group in enumerate(self.optimizer.param_groups)}
 
     def slices(self, name: str, elements: ElementRange) -> dict[str, torch.Tensor]:
         """Slices of one range. Empty if the optimizer has no state for the parameter yet."""
@@ -102,6 +122,7 @@ class OptimizerState:
             "numbers": torch.tensor(numbers, dtype=torch.float32),
             "loss_scale": torch.tensor(self.loss_scale),
             "clipped": torch.tensor(self.clipped),
+            "common": torch.tensor(self.common),
         }
 
     def _group(self, name: str) -> dict[str, Any]:
@@ -111,7 +132,15 @@ class OptimizerState:
 
     def _numbers(self, name: str) -> Numbers | None:
         steps = self.optimizer.state.get(self._parameters[name][0], {}).get("step", 0)
-        return self._rule.numbers(self._group(name), int(steps))
+        return self._rule.numbers(self._group(name), int(steps), self._rate(name))
+
+    def _rate(self, name: str) -> float:
+        """Learning rate that counts with moments, which remember a gradient in later steps."""
+        group, last = self._group(name), self.rates.get(self._parameters[name][1] or 0)
+        rate = float(group["lr"])
+        lasting = max(rate, float(group.get("initial_lr", 0.0)), float(group.get("max_lr", 0.0)))
+        rises = rate < lasting if last is None else rate > last
+        return lasting if rises or not rate or name in self._lasting else rate
 
     def _note(self, factor: float, was_cut: bool) -> None:
         # Gradients were cut assuming a division by the loss scale. A fused optimizer divides in its step.
@@ -130,7 +159,7 @@ class OptimizerState:
             logger.log(
                 logging.WARNING if was_cut else logging.INFO,
                 "Averaged gradients were %s before the optimizer's step (clip_grad_norm_?). Their norm depends on what "
-                "gcomp has cut, so from now on it cuts at most 6 bits, and none of 16-bit gradients. "
+                "gcomp has cut, so from now on it cuts at most 7 bits, and none of 16-bit gradients. "
                 'Use gw.make("gcomp", clipped=True) to have that from the first step on.',
                 how,
             )

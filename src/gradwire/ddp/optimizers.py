@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.compressors.base import Compressor
 from gradwire.core import torch_private
 from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.optimizers import optimizers_of
@@ -45,6 +46,7 @@ class Owner:
         state: State for gcomp. None if none of its parameters needs it.
         averaged: Finds changes of gradients before its steps, for `state`.
         backwards: Number of synchronized backward passes since its last step.
+        skips: Whether its next step is skipped, unless its gradients have become finite by then.
     """
 
     optimizer: torch.optim.Optimizer
@@ -52,6 +54,7 @@ class Owner:
     state: OptimizerState | None = None
     averaged: AfterAveraging = field(default_factory=AfterAveraging)
     backwards: int = 0
+    skips: bool = False
 
     def __str__(self) -> str:
         return f"{type(self.optimizer).__name__} of {_some(sorted(self.names))}"
@@ -130,8 +133,13 @@ class Optimizers:
                 "A GradScaler scales these gradients, but attach was not given it. Pass scaler=. Otherwise residuals "
                 "count by the wrong scale whenever the scale changes."
             )
-        if owner.state is not None:
-            owner.state.before_step(owner.averaged.factors())
+        factors = owner.averaged.factors()
+        if owner.skips and _drop_if_nan(owner.optimizer):
+            if owner.state is not None:
+                owner.state.skip_step()
+        elif owner.state is not None:
+            owner.state.before_step(factors)
+        owner.skips = False
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
         owner.backwards = 0
@@ -145,8 +153,22 @@ class Optimizers:
 
     # -- gcomp -----------------------------------------------------------------------------------------------
 
-    def show_state(self, needed: Container[str]) -> None:
-        """Let gcomp see the state that optimizers have of the parameters in `needed`.
+    def note_mismatch(self) -> None:
+        """Ranks turned out to have different parameters or optimizer states: skip the next step, then rely on none."""
+        if any(state.common for state in self.states):
+            self._warn(
+                "Ranks have different parameters or optimizer states, or compute differently with them (on different "
+                "processors?). This step of the optimizer is skipped on all ranks. From the next one on, gcomp sends "
+                "levels and does not derive them, which takes about a third more bytes. Make ranks equal before "
+                'training, or use gw.make("gcomp", levels="sent").'
+            )
+        for state in self.states:
+            state.common = False
+        for owner in self._owners:
+            owner.skips = True
+
+    def show_state(self, needed: Mapping[str, Compressor | None]) -> None:
+        """Let gcomp see the state that optimizers have of the parameters in `needed`, each with its compressor.
 
         Raises:
             OptionError: gcomp does not know the update of an optimizer, or two optimizers have a parameter.
@@ -155,7 +177,7 @@ class Optimizers:
         for owner, state in zip(self._owners, states, strict=True):
             owner.state = state
 
-    def _state(self, owner: Owner, needed: Container[str]) -> OptimizerState | None:
+    def _state(self, owner: Owner, needed: Mapping[str, Compressor | None]) -> OptimizerState | None:
         parameters = [(name, each) for name, each in self._parameters if name in needed and name in owner.names]
         for name, _ in parameters:
             if self._owner_of[name] is not owner:
@@ -163,7 +185,8 @@ class Optimizers:
                     f"gcomp needs the one optimizer of a parameter, but {name!r} has two: "
                     f'{type(owner.optimizer).__name__} and {self._owner_of[name]}. Use "lossless" for it.'
                 )
-        return OptimizerState(owner.optimizer, parameters) if parameters else None
+        lasting = [name for name, each in needed.items() if getattr(each, "rate", "") == "lasting"]
+        return OptimizerState(owner.optimizer, parameters, lasting) if parameters else None
 
     @property
     def states(self) -> list[OptimizerState]:
@@ -213,6 +236,16 @@ class Optimizers:
             return done.value()
 
         return future.then(arrived)
+
+
+def _drop_if_nan(optimizer: torch.optim.Optimizer) -> bool:
+    """Drop all gradients of an optimizer if any is NaN, so that its step changes nothing. Returns whether one was."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if not any(bool(each.grad.isnan().any()) for each in parameters):
+        return False
+    for each in parameters:
+        each.grad = None
+    return True
 
 
 def _names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> frozenset[str]:

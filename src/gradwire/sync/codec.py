@@ -26,7 +26,7 @@ from gradwire.compressors.base import Compressor, Stat, StatefulCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core import buffers
 from gradwire.core.context import Context
-from gradwire.core.errors import PayloadError, SyncError
+from gradwire.core.errors import PayloadError, StateMismatchError, SyncError
 from gradwire.core.spec import ElementRange, as_array
 from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
@@ -39,6 +39,8 @@ from gradwire.wire.payload import Payload
 EMPTY = np.empty(0, dtype=np.uint8)
 UNUSED = Payload(EMPTY, used=False)
 """What a rank sends whose backward pass did not use the parameter."""
+MISMATCH = Payload(np.zeros(1, dtype=np.uint8), nonfinite=True)
+"""What a merging rank sends that has other optimizer state than a sender. Other non-finite payloads have no body."""
 DENSE = make(DENSE_NAME)  # within a node
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -102,9 +104,12 @@ class PayloadCodec:
             return Payload(EMPTY, nonfinite=True)
         return self._encode(own, stats)
 
-    def _encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
-        if self.job.aux is not None:
-            source = source._replace(ctx=replace(source.ctx, aux=self.job.aux(self.layout.name, source.key.range)))
+    def _encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = (), common: bool = True) -> Payload:
+        view = self.job.aux
+        if view is not None:
+            aux = view.aux(self.layout.name, source.key.range, common)
+            share = view.error_share(source.key.role == "aggregate", self.num_encoders)
+            source = source._replace(ctx=replace(source.ctx, aux=aux, error_share=share))
         payload = self._policy.encode(source, stats)
         if self._state_source == "payload":
             self._stage_state(payload, source.ctx, source.key.range)
@@ -125,10 +130,18 @@ class PayloadCodec:
         if not used and own is None:
             return UNUSED
         total = floats(chunk.count)
-        self._decode_sum(chunk, used, total, stage - 1)
+        try:
+            self._decode_sum(chunk, used, total, stage - 1)
+        except StateMismatchError:
+            self.job.nonfinite = self.job.mismatch = True
+            return MISMATCH
         if own is not None:
             kernels.compensate(as_array(own.grad), own.scale, total.numpy(), total.numpy())
-        return self._encode(self._input(chunk, total, "aggregate", stage))
+        # A rank that has shown nothing of its optimizer state may have another one.
+        common = self.job.aux is not None and all(
+            payload.used and self.compressor.decodes_with_aux(payload) for payload in payloads
+        )
+        return self._encode(self._input(chunk, total, "aggregate", stage), common=common)
 
     def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
         """Overwrite the gradient with the mean that the one payload carries."""
@@ -143,8 +156,14 @@ class PayloadCodec:
             out.zero_()
             return
         self._note(payload)
-        with blame(self, payload):
-            compressor.decode(payload, self._context(chunk, stage, payload.sender), out, stats=stats)
+        try:
+            with blame(self, payload):
+                (context,) = self._contexts(chunk, [payload], stage)
+                compressor.decode(payload, context, out, stats=stats)
+        except StateMismatchError:
+            self.job.nonfinite = self.job.mismatch = True
+            out.fill_(torch.nan)
+            return
         self._note_overflow(out)
 
     def decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
@@ -160,10 +179,12 @@ class PayloadCodec:
     def _decode_sum(self, chunk: Chunk, payloads: Sequence[Payload], out: torch.Tensor, stage: int = 0) -> None:
         for payload in payloads:
             self._note(payload)
-        contexts = [self._context(chunk, stage, payload.sender) for payload in payloads]
+        contexts = self._contexts(chunk, payloads, stage)
         stats = self._stats_of(chunk, stage)
         try:
             self.compressor.decode_sum(payloads, contexts, out, stats)
+        except StateMismatchError:
+            raise
         except PayloadError:
             for payload, context in zip(payloads, contexts):  # find the sender of the bad payload
                 with blame(self, payload):
@@ -178,7 +199,7 @@ class PayloadCodec:
         """Raise the error that names the sender if a payload is not what it should be."""
         if payload.used:
             with blame(self, payload):
-                context = self._context(chunk, 0, payload.sender)
+                (context,) = self._contexts(chunk, [payload], 0)
                 self.compressor.decode(payload, context, torch.empty_like(self.job.values[chunk.slice]))
 
     # -- the preliminary round -------------------------------------------------------------------------------
@@ -276,6 +297,24 @@ class PayloadCodec:
         if (computed or mean.dtype.itemsize < 4) and kernels.count_nonfinite(as_array(mean)):
             self.job.nonfinite = True
 
+    def _contexts(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> list[Context]:
+        """Contexts to decode payloads that have left a stage.
+
+        Raises:
+            StateMismatchError: A payload says that ranks hold different optimizer state.
+        """
+        contexts = [self._context(chunk, stage, payload.sender) for payload in payloads]
+        view = self.job.aux
+        if view is None:
+            return contexts
+        if any(payload.nonfinite and payload.body.nbytes == MISMATCH.body.nbytes for payload in payloads):
+            raise StateMismatchError("Ranks have different parameters or optimizer states.")
+        if any(map(self.compressor.decodes_with_aux, payloads)):
+            aux = view.aux(self.layout.name, self.layout.chunk_range(chunk))
+            share = view.error_share(stage > self.first_stage, self.num_encoders)
+            contexts = [replace(context, aux=aux, error_share=share) for context in contexts]
+        return contexts
+
     def _context(self, chunk: Chunk, stage: int, rank: int | None = None) -> Context:
         return Context(
             name=self.layout.name,
@@ -329,6 +368,8 @@ def blame(codec: PayloadCodec, payload: Payload) -> Iterator[None]:
     """Turn a decoder's `PayloadError` into an error that names the rank that sent the bytes."""
     try:
         yield
+    except StateMismatchError:
+        raise
     except PayloadError as error:
         raise SyncError(
             f"Rank {payload.sender} sent bytes that are not a payload of {codec.layout.name}: {error} Run one gradwire "

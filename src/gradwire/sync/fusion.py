@@ -17,17 +17,17 @@ planner chooses by cost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core.spec import ElementRange
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.job import TensorLayout, group_name, job_detail
 from gradwire.sync.operations import Operations
+from gradwire.sync.optimizer_view import OptimizerView
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS, PlanEntry
 
 FUSION_FLAG = 1 << 31  # set in the tensor id of a group; the other bits are the id of its first tensor
@@ -167,10 +167,10 @@ class FusionGroup:
         used: Whether this rank's backward pass used each of them.
         round: Number of the job, the same on all ranks.
         step: Synchronization step.
-        aux: Returns `Context.aux` for a parameter and a range; None if the compressor needs no optimizer.
+        aux: Gives `Context.aux`; None if the compressor needs no optimizer.
 
     Attributes:
-        nonfinite: Whether the gradient of any rank, or the aggregate, was not finite.
+        nonfinite, mismatch: See `TensorJob`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class FusionGroup:
         used: Sequence[bool],
         round: int,
         step: int,
-        aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
+        aux: OptimizerView | None = None,
     ) -> None:
         self.layout = layout
         self.tensors = tensors
@@ -189,6 +189,7 @@ class FusionGroup:
         self.step = step
         self.aux = aux
         self.nonfinite = False
+        self.mismatch = False
 
     def members_of(self, chunk: Chunk) -> list[int]:
         """Return the indices of the members in a chunk."""

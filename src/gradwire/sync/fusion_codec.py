@@ -66,6 +66,8 @@ class FusionCodec:
             codec.finish()
             if codec.job.nonfinite:
                 self.group.nonfinite = True
+            if codec.job.mismatch:
+                self.group.mismatch = True
 
     def check(self, chunk: Chunk, payloads: Sequence[Payload]) -> None:
         """Raise the error that names the sender if a payload is not what it should be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from gradwire.compressors.base.registry import code
 from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
 from gradwire.sync.chunk import Chunk, split
 from gradwire.sync.operations import Operations
+from gradwire.sync.optimizer_view import OptimizerView
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.run import FrameFields
 
@@ -96,10 +97,12 @@ class TensorJob:
         round: Number of the job, the same on all ranks.
         step: Synchronization step, for the context of encodes.
         used: Whether this rank's backward pass used the parameter.
-        aux: Returns `Context.aux` for a parameter and a range; None if the compressor needs no optimizer.
+        aux: Gives `Context.aux`; None if the compressor needs no optimizer.
 
     Attributes:
         nonfinite: Whether the gradient of any rank, or the aggregate, was not finite. The same on all ranks.
+        mismatch: Whether ranks turned out to hold different optimizer state, so that the mean is NaN. The same on all
+            ranks.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class TensorJob:
         round: int,
         step: int,
         used: bool = True,
-        aux: Callable[[str, ElementRange], Mapping[str, torch.Tensor]] | None = None,
+        aux: OptimizerView | None = None,
     ) -> None:
         self.layout = layout
         self.values = values
@@ -118,6 +121,7 @@ class TensorJob:
         self.used = used
         self.aux = aux
         self.nonfinite = False
+        self.mismatch = False
 
 
 def group_name(names: Sequence[str]) -> str:

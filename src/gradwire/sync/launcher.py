@@ -8,15 +8,13 @@ each list of slices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import ElementRange
 from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.engine import Engine
@@ -29,15 +27,13 @@ from gradwire.sync.fusion import (
     flush_residuals,
 )
 from gradwire.sync.job import TensorJob, TensorLayout
+from gradwire.sync.optimizer_view import OptimizerSlices, OptimizerView
 from gradwire.sync.run import Run
 from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies import STRATEGIES, operations_of
 from gradwire.sync.submission import GradientSlice, Submission
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.payload import Payload
-
-OptimizerSlices = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
-"""Slices of parameter and optimizer state, by parameter name and element range."""
 
 _MAX_LAYOUTS = 1024
 
@@ -50,7 +46,8 @@ class JobRun(Run):
         submission: Told when the run ends.
         runtime: What all jobs share.
         priority: Runs with lower numbers go first.
-        on_nonfinite: Called at the end if the gradient of any rank was not finite.
+        on_nonfinite: Called at the end if the gradient of any rank was not finite, with whether ranks turned out to
+            hold different optimizer state.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class JobRun(Run):
         submission: Submission,
         runtime: Runtime,
         priority: int,
-        on_nonfinite: Callable[[], None],
+        on_nonfinite: Callable[[bool], None],
     ) -> None:
         layout = job.layout
         codec, operations = STRATEGIES[layout.entry.strategy].codec(job, runtime), layout.operations
@@ -81,7 +78,7 @@ class JobRun(Run):
     def on_done(self) -> None:
         self.codec.finish()
         if self._job.nonfinite:
-            self._on_nonfinite()
+            self._on_nonfinite(self._job.mismatch)
         submitted = self._submitted
         self._events.emit(Event("done", submitted, time.monotonic() - submitted, self.name, self.round))
         self._submission.arrived()
@@ -101,7 +98,7 @@ class Launcher:
         aux: Optimizer state for compressors with `needs_optimizer`.
         forward_first: If true, tensors have priority in the order in which they were registered. If false, in the
             order in which they were submitted.
-        on_nonfinite: Called when a job ends in which the gradient of any rank was not finite.
+        on_nonfinite: Called when a job ends in which the gradient of any rank was not finite; see `JobRun`.
         check: Raises an error for a slice that is not of a registered tensor.
     """
 
@@ -114,7 +111,7 @@ class Launcher:
         *,
         aux: OptimizerSlices | None,
         forward_first: bool,
-        on_nonfinite: Callable[[], None],
+        on_nonfinite: Callable[[bool], None],
         check: Callable[[GradientSlice], None],
     ) -> None:
         self._engine = engine
@@ -193,8 +190,11 @@ class Launcher:
         used = [slices[member.index].used for member in layout.members]
         return FusionGroup(layout, tensors, used, next(self._rounds), step, self._aux_of(layout))
 
-    def _aux_of(self, layout: TensorLayout | FusionLayout) -> OptimizerSlices | None:
-        return self._aux if layout.entry.compressor.needs_optimizer else None
+    def _aux_of(self, layout: TensorLayout | FusionLayout) -> OptimizerView | None:
+        if self._aux is None or not layout.entry.compressor.needs_optimizer:
+            return None
+        strategy = STRATEGIES[layout.entry.strategy]
+        return OptimizerView(self._aux, strategy.shows_mismatch, strategy.merges_once)
 
     def _launch(self, job: TensorJob | FusionGroup, submission: Submission) -> None:
         submission.expect()

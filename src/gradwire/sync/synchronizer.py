@@ -31,8 +31,9 @@ from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.group import GroupInfo
-from gradwire.sync.launcher import Launcher, OptimizerSlices
+from gradwire.sync.launcher import Launcher
 from gradwire.sync.norm_watch import NormWatch
+from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.peers import Peers
 from gradwire.sync.plan import Plan
@@ -63,6 +64,10 @@ class Synchronizer(Peers):
             the next forward pass needs it.
         aux: Returns the slices of parameter and optimizer state for an element range, by parameter name. Required by
             compressors with `needs_optimizer`.
+
+    Attributes:
+        state_mismatch: Whether ranks turned out to hold different optimizer state, in this step or one before. The mean
+            of that step is NaN, on all ranks, and it is rolled back like any that is not finite.
 
     Raises:
         UnknownNameError, OptionTypeError: See `Plan`.
@@ -97,6 +102,7 @@ class Synchronizer(Peers):
         self._metrics = Metrics(self.events)
         self._aux = aux
         self._nonfinite = False
+        self.state_mismatch = False
         self._watch: NormWatch | None = None
         if options.watch_norms and self.world_size > 1:
             self._watch = NormWatch(options.watch_norms, self.rank, self.events)
@@ -270,8 +276,9 @@ class Synchronizer(Peers):
                 f"at once, but {count} were submitted. Submit full tensors, or choose another compressor or strategy."
             )
 
-    def _mark_nonfinite(self) -> None:
+    def _mark_nonfinite(self, mismatch: bool) -> None:
         self._nonfinite = True
+        self.state_mismatch |= mismatch
 
     # -- the step as a transaction ---------------------------------------------------------------------------
 

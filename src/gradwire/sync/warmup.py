@@ -55,7 +55,7 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
 def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
     """Return `Context.aux` as from an optimizer with two moments."""
     moments = {name: torch.ones(spec.shape, dtype=spec.dtype) for name in ("parameter", "first", "second")}
-    return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0)}
+    return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0), "common": torch.tensor(True)}
 
 
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
@@ -72,6 +72,10 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     def source(grad: torch.Tensor, role: Role, scale: float) -> EncodeInput:
         key = ResidualKey(role, ElementRange(0, NUM_ELEMENTS), role)
         return EncodeInput(compressor, grad, context, residuals, key, scale)
+
+    if compressor.needs_optimizer:  # where ranks do not rely on what they have in common
+        other = replace(context, aux={**aux, "common": torch.tensor(False)})
+        compressor.decode(compressor.encode(grad, other, scale=0.5), other)
 
     own, total = source(grad, "local", 0.5), torch.empty(NUM_ELEMENTS)
     stats: Sequence[np.ndarray] = [stat.values for stat in compressor.stats(grad, context, 0.5)]

@@ -40,7 +40,7 @@ from gradwire.planner import PlanTable, is_small
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
-from gradwire.sync.launcher import OptimizerSlices
+from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer

@@ -9,6 +9,7 @@ There is one file per compressor. It has the body of one seeded gradient for eac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,20 +45,39 @@ def gradient(codec: Compressor) -> torch.Tensor:
     return torch.from_numpy(values[:96].reshape(8, 12) if codec.requires_full_tensor else values)
 
 
+def state() -> dict[str, torch.Tensor]:
+    """`Context.aux` of plain SGD, with a learning rate of 1/64."""
+    numbers = torch.tensor([1, 0, 0, 0, 1 / 64, 0, 1, 0], dtype=torch.float32)
+    parameter = torch.from_numpy((np.arange(103) % 17 - 8).astype(np.float32) / np.float32(32))
+    return {
+        "parameter": parameter, "numbers": numbers, "loss_scale": torch.tensor(1.0), "common": torch.tensor(True),
+    }  # fmt: skip
+
+
 def codecs() -> list[Compressor]:
     return [
         compressors.make(name, **options) for name in compressors.names() for options in OPTION_SETS.get(name, [{}])
     ]
 
 
+def cases(name: str) -> dict[str, tuple[Compressor, Context]]:
+    """Every option set of a compressor, and each with the state of an optimizer if it needs one."""
+    found = {}
+    for codec in codecs():
+        if codec.name == name:
+            found[repr(codec)] = codec, CONTEXT
+            if codec.needs_optimizer:
+                found[f"{codec!r} with a state"] = codec, replace(CONTEXT, aux=state())
+    return found
+
+
 def render(name: str) -> str:
     """The content of a compressor's file."""
     lines = []
-    for codec in codecs():
-        if codec.name == name:
-            lines.append(f"{codec!r}, wire code {compressors.code(name)}")
-            body = bytes(codec.encode(gradient(codec), CONTEXT).body)
-            lines += [body[start : start + 32].hex() for start in range(0, len(body), 32)]
+    for title, (codec, ctx) in cases(name).items():
+        lines.append(f"{title}, wire code {compressors.code(name)}")
+        body = bytes(codec.encode(gradient(codec), ctx).body)
+        lines += [body[start : start + 32].hex() for start in range(0, len(body), 32)]
     return "\n".join(lines) + "\n"
 
 

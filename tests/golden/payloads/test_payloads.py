@@ -26,9 +26,9 @@ def test_payload_bytes_are_golden(name, backend, monkeypatch) -> None:
 @pytest.mark.parametrize("name", compressors.names())
 def test_golden_payloads_still_decode(name) -> None:
     bodies = golden.read(name)
-    codecs = {repr(codec): codec for codec in golden.codecs() if codec.name == name}
-    assert bodies.keys() == codecs.keys()
-    for title, codec in codecs.items():
-        ctx = replace(golden.CONTEXT, spec=golden.spec(codec))
+    cases = golden.cases(name)
+    assert bodies.keys() == cases.keys()
+    for title, (codec, given) in cases.items():
+        ctx = replace(given, spec=golden.spec(codec))
         found = codec.decode(Payload(np.frombuffer(bodies[title], np.uint8)), ctx)
-        assert torch.equal(found, codec.decode(codec.encode(golden.gradient(codec), golden.CONTEXT), ctx))
+        assert torch.equal(found, codec.decode(codec.encode(golden.gradient(codec), given), ctx))

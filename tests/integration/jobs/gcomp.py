@@ -30,6 +30,29 @@ def train(rank: int, world_size: int, methods: list[list[str]], optimizer: str, 
     return found
 
 
+def mismatch(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
+    """Train with other parameters on rank 1, and say after which steps parameters have changed."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+    with torch.no_grad():
+        ddp.module[0].weight.mul_(1 + 3 * rank)
+    made = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    handle = gw.attach(ddp, gw.Plan("gcomp", strategy=strategy, min_elements=0), optimizer=made, check_every=0)
+    changed, finite = [], []
+    for step in range(3):
+        before = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+        made.zero_grad()
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        ddp(inputs).square().mean().backward()
+        finite.append(all(bool(parameter.grad.isfinite().all()) for parameter in ddp.parameters()))
+        made.step()
+        after = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+        changed.append(not torch.equal(before, after) and bool(after.isfinite().all()))
+    common = handle.state_dict()["common"]
+    handle.detach()
+    return {"changed": changed, "finite": finite, "common": common}
+
+
 def _train(rank: int, method: str, strategy: str, optimizer: str, steps: int) -> tuple[torch.Tensor, float]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))

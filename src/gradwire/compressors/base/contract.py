@@ -238,6 +238,13 @@ class Compressor(ABC):
         found = np.flatnonzero(dense.numpy())
         return found, dense.numpy()[found]
 
+    def decodes_with_aux(self, payload: Payload) -> bool:
+        """Whether a payload, of untrusted bytes, needs `Context.aux` to be decoded.
+
+        If the receiver's own differs from the sender's, `decode` raises `StateMismatchError`.
+        """
+        return False
+
     def compiled(self) -> Compiled | None:
         """Return compiled functions for many small tensors at once; None if each must be encoded by itself."""
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.core.errors import OptionError, OptionTypeError
@@ -41,6 +42,13 @@ def flag(option: str, value: object) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise OptionTypeError(f"{option} must be True or False, not {value!r}.")
+    return value
+
+
+def choice(option: str, value: object, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise OptionError(f"{option} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
     return value
 
 

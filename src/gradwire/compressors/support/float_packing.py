@@ -2,7 +2,8 @@
 
 Body: magic, uint16; 0 if the elements are stored, else the kind of their packing, uint8; element type, uint8, as in
 frames; the number of the code's table, uint32. Then the elements, or the packed elements: for kind 1 the output of
-`kernels.pack_floats`, for kind 2 that of `kernels.pack_fixed`, which has no table. float64 is always stored.
+`kernels.pack_floats`, for kind 2 that of `kernels.pack_fixed`, which has no table; for kind 3 see `gcomp`. float64 is
+always stored.
 
 Each tensor gets a table of its own. Every `refresh` steps, the exponents of its averaged gradient are counted. All
 ranks hold the same bits, so all find the same table, and nothing is sent; payloads carry the number of their
@@ -40,8 +41,9 @@ from gradwire.kernels.prefix_code import ESCAPE, NUM_SYMBOLS, RAW_BITS, SERIAL_B
 from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
-_HEADER = struct.Struct("<HBBI")
-HEADER_BYTES = _HEADER.size
+HEADER = struct.Struct("<HBBI")
+HEADER_BYTES = HEADER.size
+KIND = 2  # offset of the kind
 MAGIC = 0x4347
 STORED = 0
 SHARE_OF_ZERO = 1 / 16
@@ -149,7 +151,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         packing = self.packing(dtype, ctx.state)
         length = -1 if dtype == torch.float64 else packing.pack(elements, body[HEADER_BYTES:])
         kind = STORED if length < 0 else packing.kind
-        _HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], packing.number)
+        HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], packing.number)
         if kind != STORED:
             return body[: HEADER_BYTES + length]
         body[HEADER_BYTES:] = elements.view(np.uint8)
@@ -171,9 +173,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
         body, packing = payload.body, self.packing(dtype, ctx.state)
         if body.nbytes < HEADER_BYTES:
             raise PayloadError(f"Expected a {self.name} payload of at least {HEADER_BYTES} bytes, got {body.nbytes}.")
-        magic, kind, element, number = _HEADER.unpack(bytes(body[:HEADER_BYTES]))
-        expect(magic == MAGIC, f"a block that begins with {MAGIC:#06x}", f"{magic:#06x}", self.name)
-        expect(element == ELEMENT_TYPES[dtype], f"elements of {dtype}", f"type {element}", self.name)
+        kind, number = self._kind_and_number(body, dtype)
         expect(kind in (STORED, packing.kind), "a block that is stored or packed", kind, self.name)
         expect(number == packing.number, f"words of the table {packing.number:#010x}", f"{number:#010x}", self.name)
         if kind != STORED:
@@ -184,6 +184,13 @@ class FloatPacking(NoCompression, StatefulCompressor):
         elements[:] = stored.array(elements.dtype, elements.size)
         longer = dtype == torch.float64 or not packing.packs_shorter(elements)
         expect(longer, "elements that are packed, since that is shorter", "stored ones", self.name)
+
+    def _kind_and_number(self, body: np.ndarray, dtype: torch.dtype) -> tuple[int, int]:
+        """Kind and number in a header, of which all else is checked."""
+        magic, kind, element, number = HEADER.unpack(bytes(body[:HEADER_BYTES]))
+        expect(magic == MAGIC, f"a block that begins with {MAGIC:#06x}", f"{magic:#06x}", self.name)
+        expect(element == ELEMENT_TYPES[dtype], f"elements of {dtype}", f"type {element}", self.name)
+        return kind, number
 
 
 def _checked(table: object) -> str:

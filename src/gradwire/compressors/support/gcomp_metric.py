@@ -7,13 +7,18 @@ and its hyperparameters. δ = |base| / (gain · |g|). If δ > 2ⁿ, the last n b
 - |base| is at most |θ|, and 0 if momentum could carry θ across 0.
 - gain is at least |∂θ'/∂g| for every g. The second moment after the step is not known before it; its smallest possible
   value is used, β times the previous one. Adam's gain is the sum of two terms, since g also moves the denominator.
-- Every encode on the path of an element truncates. With W of them, each is held to δ > W · 2ⁿ · 17/16, so that together
-  they move θ' by less than 2⁻ᵐ · |θ| for a mantissa of m bits. Rounding θ' can add as much.
+- Every encode on the path of an element removes bits. With W of them, each has a share s of the error, 1/W or another
+  (see `OptimizerView.error_share`), so that together they move θ' by less than 2⁻ᵐ · |base| for a mantissa of m bits.
+  Rounding θ' can add as much. The encode may change an element by 2⁻ᵐ · q, where q = s · |base| / gain. Truncated, an
+  element g loses n bits if |g| · 2ⁿ < q. Rounded to nearest, it becomes a multiple of 2^(E − m + 1), where 2^E is the
+  largest power of two up to q.
+- Limits are computed in float32. base is at most |θ| in this arithmetic too; `SLACK` covers the roundings of gain.
 
-Two effects are not bounded. A moment remembers a truncation in later steps. And a factor that all elements share, such
-as that of `clip_grad_norm_`, depends on truncated gradients; if that is detected, fewer bits are cut
-(`gradwire.ddp.clipping`). `clip_grad_value_` is covered, since it brings no two gradients further apart. If
-nothing is known of an update (no state yet, or a learning rate of 0 with moments), nothing is truncated.
+Two effects are not bounded. A moment remembers an error in later steps, which may have a higher rate: therefore the
+highest rate that a scheduler has recorded counts while the rate rises, and the current one once it has stopped. And a
+factor that all elements share, such as that of `clip_grad_norm_`, depends on cut gradients; if that is detected, fewer
+bits are cut (`gradwire.ddp.clipping`). `clip_grad_value_` is covered, since it brings no two gradients further apart.
+If nothing is known of an update (no state yet, or a learning rate of 0 with moments), nothing is cut.
 
 Source: GCOMP (SoCC 2024), section 5.1, table 2 and appendix A. Differences: those above; the paper's δ has signs, and
 uses the second moment of the current step.
@@ -26,8 +31,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-SLACK = 17 / 16
-"""Factor of W · 2ⁿ that covers rounding in float32 arithmetic between a gradient and its parameter."""
+SLACK = 1 + 2**-12
+"""Factor that covers the roundings of limits, which are computed in float32: fewer than 32 of 2⁻²⁴ each."""
 
 
 class Numbers(NamedTuple):
@@ -59,34 +64,25 @@ class Rule(NamedTuple):
     """Update rule of an optimizer.
 
     Attributes:
-        numbers: Function of a parameter group and the number of steps taken; returns None for no truncation.
+        numbers: Function of a parameter group, the number of steps taken, and the learning rate that counts with
+            moments; returns None for no truncation.
         first: Name of the first moment in the optimizer's state, or "".
         second: Name of the second moment, or "".
         refuses: Options of a group that the rule does not cover, in words, or "".
     """
 
-    numbers: Callable[[Mapping[str, Any], int], Numbers | None]
+    numbers: Callable[[Mapping[str, Any], int, float], Numbers | None]
     first: Callable[[Mapping[str, Any]], str]
     second: Callable[[Mapping[str, Any]], str]
     refuses: Callable[[Mapping[str, Any]], str] = lambda group: ""
 
 
-def _rate(group: Mapping[str, Any]) -> float:
-    return float(group["lr"])
-
-
-def _lasting_rate(group: Mapping[str, Any]) -> float:
-    """Highest rate with which a present moment may be applied later, as recorded by a scheduler of torch."""
-    return max(_rate(group), float(group.get("initial_lr", 0.0)), float(group.get("max_lr", 0.0)))
-
-
-def _sgd(group: Mapping[str, Any], steps: int) -> Numbers | None:
+def _sgd(group: Mapping[str, Any], steps: int, rate: float) -> Numbers | None:
     """Momentum b = μb + (1 − τ)(g + λθ); with Nesterov, g + λθ + μb is applied instead."""
     mu, tau, decay = float(group["momentum"]), float(group["dampening"]), float(group["weight_decay"])
     if not mu:
-        rate = _rate(group)
+        rate = float(group["lr"])
         return Numbers(decay=rate * decay, direct=rate)
-    rate = _lasting_rate(group)
     if not rate:
         return None
     if group["nesterov"]:
@@ -94,15 +90,14 @@ def _sgd(group: Mapping[str, Any], steps: int) -> Numbers | None:
     return Numbers(decay=rate * decay * (1 - tau), pull=rate * mu, direct=rate * (1 - tau))
 
 
-def _adagrad(group: Mapping[str, Any], steps: int) -> Numbers | None:
-    rate = _lasting_rate(group) / (1 + steps * float(group["lr_decay"]))
+def _adagrad(group: Mapping[str, Any], steps: int, rate: float) -> Numbers | None:
+    rate /= 1 + steps * float(group["lr_decay"])
     if not rate:
         return None
     return Numbers(decay=rate * float(group["weight_decay"]), direct=rate, eps=float(group["eps"]))
 
 
-def _rmsprop(group: Mapping[str, Any], steps: int) -> Numbers | None:
-    rate = _lasting_rate(group)
+def _rmsprop(group: Mapping[str, Any], steps: int, rate: float) -> Numbers | None:
     if not rate:
         return None
     return Numbers(
@@ -114,8 +109,8 @@ def _rmsprop(group: Mapping[str, Any], steps: int) -> Numbers | None:
     )
 
 
-def _adam(group: Mapping[str, Any], steps: int) -> Numbers | None:
-    rate, decay = _lasting_rate(group), float(group["weight_decay"])
+def _adam(group: Mapping[str, Any], steps: int, rate: float) -> Numbers | None:
+    decay = float(group["weight_decay"])
     if not rate:
         return None
     beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -137,7 +132,7 @@ RULES: dict[str, Rule] = {
     "Adagrad": Rule(_adagrad, lambda group: "", lambda group: "sum"),
     "Adam": Rule(_adam, lambda group: "exp_avg", lambda group: "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"),
     "AdamW": Rule(
-        lambda group, steps: _adam({**group, "decoupled_weight_decay": True}, steps),
+        lambda group, steps, rate: _adam({**group, "decoupled_weight_decay": True}, steps, rate),
         lambda group: "exp_avg",
         lambda group: "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq",
     ),
@@ -152,6 +147,11 @@ RULES: dict[str, Rule] = {
 """Rules by the class name in torch.optim. SGD may have momentum and Nesterov."""
 
 
-def guard(num_encodes: int) -> float:
-    """Lower limit of δ in units of 2ⁿ, if `num_encodes` encodes on the path of an element truncate."""
-    return num_encodes * SLACK
+def guard(num_encodes: int, share: float | None = None) -> float:
+    """Lower limit of δ in units of 2ⁿ.
+
+    Args:
+        num_encodes: Number of encodes on the path of an element that remove bits.
+        share: Share of the error that this encode may make; None for an equal one.
+    """
+    return SLACK * (num_encodes if share is None else 1 / share)

@@ -200,7 +200,7 @@ def _join(symbols, start, kept, form, back, out):
 
 
 @kernel
-def _count_kept(symbols, size, specials, num_specials, is_kept):
+def count_kept(symbols, size, specials, num_specials, is_kept):
     """Mark elements other than +0 with 1 at their place among the symbols; return their number."""
     share, total = (size + STREAMS - 1) // STREAMS, 0
     for stream in range(STREAMS):
@@ -274,9 +274,9 @@ def _unpack(body, first, end, at, form, code, memory, out):
             )
             if first < 0 or (num_specials > 0 and form[3] < 256):
                 return -1
-            if not _symbols_fit(symbols, chunk.size, form):
+            if not symbols_fit(symbols, chunk.size, form):
                 return -1
-            count = _count_kept(symbols, chunk.size, specials, num_specials, is_kept)
+            count = count_kept(symbols, chunk.size, specials, num_specials, is_kept)
             parts = kept[:count]
             if not _unpack_mantissas(body, first, at + size, kind, form, counts, levels[:count], by_level, parts):
                 return -1
@@ -291,7 +291,7 @@ def _unpack(body, first, end, at, form, code, memory, out):
 
 
 @kernel
-def _symbols_fit(symbols, size, form):
+def symbols_fit(symbols, size, form):
     """Whether all symbols exist in the element type; with 8-bit exponents all do."""
     _, _, exponents, special, _, _ = form
     if exponents == 256:

@@ -148,7 +148,7 @@ def _take(body, lookup, symbols, at, bit):
 
 
 @inlined
-def _peek_safely(body, at):
+def peek_safely(body, at):
     """`peek` with zeros past the end."""
     size = np.uint64(body.size)
     if at + _U8 <= size:
@@ -166,7 +166,7 @@ def _take_escaped(body, bit, lengths, symbols, at, specials, count):
 
     Returns the bit after it, or 0 if the symbol should have used its own word, and the number of specials.
     """
-    window = (_peek_safely(body, bit >> _U3) >> (bit & _U7)) >> np.uint64(lengths[_U_ESCAPE])
+    window = (peek_safely(body, bit >> _U3) >> (bit & _U7)) >> np.uint64(lengths[_U_ESCAPE])
     symbol = window & _BYTE
     symbols[at] = np.uint8(symbol)
     if symbol == _U0:
@@ -184,7 +184,7 @@ def _read_rest(body, code, symbols, at, end, bit, stop, specials, count):
     while at < end:
         if bit >= stop:
             return -1
-        entry = lookup[(_peek_safely(body, bit >> _U3) >> (bit & _U7)) & _WINDOW]
+        entry = lookup[(peek_safely(body, bit >> _U3) >> (bit & _U7)) & _WINDOW]
         found = (entry >> _U48) & _BYTE
         if found == _U0:
             bit, count = _take_escaped(body, bit, lengths, symbols, at, specials, count)

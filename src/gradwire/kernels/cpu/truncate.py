@@ -12,6 +12,7 @@ from gradwire.kernels.cpu.vector import f32, i32, load, store, u32
 from gradwire.kernels.float_format import LEVELS, as_bits, format_of
 from gradwire.kernels.layout import expect_size
 
+_INFINITY = np.float32(np.inf)
 _SIGN = np.int32(-(1 << 31))
 
 
@@ -40,7 +41,8 @@ def _limits(parameter, first, second, numbers, out):
         kept = maximum(splat(keep, LANES) - splat(decay, LANES) / D, zeros)
         pulled = maximum(_signed_like(m, theta) * (splat(pull_over, LANES) / D + pull), zeros)
         base = maximum(_magnitude(theta) * kept - pulled, zeros)
-        store(out, i, base / (splat(direct, LANES) / D + _magnitude(m) * through / (D * D)))
+        found = base / (splat(direct, LANES) / D + _magnitude(m) * through / (D * D))
+        store(out, i, select(D < _INFINITY, found, zeros))
 
 
 def update_limits(

@@ -29,6 +29,7 @@ from gradwire.kernels.reference.quantize import (
 )
 from gradwire.kernels.reference.random import philox, random16, random32
 from gradwire.kernels.reference.reduce import abs_max, block_abs_max, count_nonfinite
+from gradwire.kernels.reference.rounded import margins_of, pack_rounded, round_floats, unpack_rounded
 from gradwire.kernels.reference.select import check_indices, scatter, scatter_sum, take, top_k
 from gradwire.kernels.reference.sweep import accumulate, cast, compensate, weighted_sum
 from gradwire.kernels.reference.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
@@ -55,6 +56,7 @@ __all__ = [
     "finalize_int8",
     "hadamard",
     "lookup_indices",
+    "margins_of",
     "normalize_rows",
     "orthonormalize",
     "outer_sum",
@@ -63,6 +65,7 @@ __all__ = [
     "pack_fixed",
     "pack_floats",
     "pack_positions",
+    "pack_rounded",
     "pack_ternary",
     "packs_shorter",
     "packs_shorter_fixed",
@@ -71,6 +74,7 @@ __all__ = [
     "quantize_int8",
     "random16",
     "random32",
+    "round_floats",
     "row_products",
     "scatter",
     "scatter_sum",
@@ -82,6 +86,7 @@ __all__ = [
     "unpack_fixed",
     "unpack_floats",
     "unpack_positions",
+    "unpack_rounded",
     "unpack_ternary",
     "unpack_ternary_sum",
     "update_limits",

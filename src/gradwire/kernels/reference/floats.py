@@ -32,9 +32,9 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
     """Add the frequency of each symbol to `counts`, int64[257]. The last counts what only an escape can represent."""
     form = format_of("exponent_counts", x)
     expect_size("exponent_counts", "counts", counts, NUM_SYMBOLS)
-    for chunk in _chunks(x):
+    for chunk in chunks_of(x):
         bits = as_bits(chunk)
-        counts += np.bincount(_symbols(bits, mean_exponent(bits, form), form), minlength=NUM_SYMBOLS)
+        counts += np.bincount(symbols_of(bits, mean_exponent(bits, form), form), minlength=NUM_SYMBOLS)
 
 
 def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
@@ -44,7 +44,7 @@ def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
     """
     form = format_of("pack_floats", x)
     expect_room("pack_floats", x, out)
-    chunks = [_pack_chunk(chunk, form, code) for chunk in _chunks(x)]
+    chunks = [_pack_chunk(chunk, form, code) for chunk in chunks_of(x)]
     table = np.array([len(body) | kind << FORM_SHIFT for kind, body in chunks], "<u4").tobytes()
     packed = table + b"".join(body for _, body in chunks)
     if len(packed) >= x.nbytes:
@@ -63,7 +63,7 @@ def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
     if body.size < table or body.size >= out.nbytes:
         return False
     at = table
-    for entry, chunk in zip(body[:table].copy().view("<u4").tolist(), _chunks(out), strict=True):
+    for entry, chunk in zip(body[:table].copy().view("<u4").tolist(), chunks_of(out), strict=True):
         size = entry & SIZE_MASK
         if size > body.size - at:
             return False
@@ -83,7 +83,7 @@ def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
     return pack_floats(x, code, np.empty(x.nbytes, np.uint8)) >= 0
 
 
-def _chunks(x: np.ndarray) -> list[np.ndarray]:
+def chunks_of(x: np.ndarray) -> list[np.ndarray]:
     return [x[start : start + CHUNK] for start in range(0, x.size, CHUNK)]
 
 
@@ -99,7 +99,7 @@ def mean_exponent(bits: np.ndarray, form: FloatFormat) -> int:
     return (int(exponents.sum()) + count // 2) // count if count else 1
 
 
-def _symbols(bits: np.ndarray, mean: int, form: FloatFormat) -> np.ndarray:
+def symbols_of(bits: np.ndarray, mean: int, form: FloatFormat) -> np.ndarray:
     exponents = exponents_of(bits, form)
     moved = (exponents + form.turn(mean) - 1) % (form.exponents - 1) + 1
     return np.where(exponents > 0, moved, np.where(bits != 0, form.special, 0))
@@ -112,7 +112,7 @@ def _pack_chunk(x: np.ndarray, form: FloatFormat, code: PrefixCode) -> tuple[int
     """The form of a chunk, and its bytes."""
     bits = as_bits(x)
     mean = mean_exponent(bits, form)
-    streams = bytes([mean]) + _pack_streams(_symbols(bits, mean, form), code)
+    streams = bytes([mean]) + pack_streams(symbols_of(bits, mean, form), code)
     kept = bits[bits != 0].astype(np.uint32)
     signed = (kept >> np.uint32(form.bits - 1)) << np.uint32(form.mantissa) | kept & np.uint32((1 << form.mantissa) - 1)
     levels = np.zeros(kept.size, np.uint8)
@@ -127,7 +127,7 @@ def _pack_chunk(x: np.ndarray, form: FloatFormat, code: PrefixCode) -> tuple[int
     return (kind, packed) if len(packed) < x.nbytes else (STORED, x.tobytes())
 
 
-def _pack_streams(symbols: np.ndarray, code: PrefixCode) -> bytes:
+def pack_streams(symbols: np.ndarray, code: PrefixCode) -> bytes:
     share = ceil_div(symbols.size, STREAMS)
     lengths, streams = [], []
     for stream in range(STREAMS):
@@ -158,7 +158,7 @@ def _unpack_chunk(body: bytes, kind: int, form: FloatFormat, code: PrefixCode, s
     dtype = np.uint32 if form.bits == 32 else np.uint16
     if kind == STORED:
         return np.frombuffer(body, dtype) if len(body) == size * form.bits // 8 else None
-    streams = _unpack_streams(body, code, size)
+    streams = unpack_streams(body, code, size)
     if streams is None or kind > LEVELLED:
         return None
     symbols, at = streams
@@ -176,7 +176,7 @@ def _unpack_chunk(body: bytes, kind: int, form: FloatFormat, code: PrefixCode, s
     return bits
 
 
-def _unpack_streams(body: bytes, code: PrefixCode, size: int) -> tuple[np.ndarray, int] | None:
+def unpack_streams(body: bytes, code: PrefixCode, size: int) -> tuple[np.ndarray, int] | None:
     """The symbols, and the end of the streams."""
     if len(body) < HEAD_BYTES:
         return None

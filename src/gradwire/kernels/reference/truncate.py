@@ -12,6 +12,8 @@ from gradwire.kernels.float_format import LEVELS, as_bits, format_of
 from gradwire.kernels.layout import expect_size
 from gradwire.kernels.reference.elements import as_float32
 
+_INFINITY = np.float32(np.inf)
+
 
 def update_limits(
     parameter: np.ndarray,
@@ -26,6 +28,8 @@ def update_limits(
 
         base = |parameter| · max(0, keep − decay / D) − max(0, sign(parameter) · first · (pull + pull_over / D))
         gain = direct / D + through · |first| / D²
+
+    A D that is infinite, which may be an overflow, or NaN yields 0.
 
     Args:
         parameter: Parameter, in the gradient's element type.
@@ -45,7 +49,7 @@ def update_limits(
         kept = _or_zero(keep - decay / D)
         pulled = _or_zero(np.copysign(np.float32(1), theta) * m * (pull + pull_over / D))
         base = _or_zero(np.abs(theta) * kept - pulled)
-        out[:] = base / (direct / D + through * np.abs(m) / (D * D))
+        out[:] = np.where(D < _INFINITY, base / (direct / D + through * np.abs(m) / (D * D)), np.float32(0))
 
 
 def _or_zero(values: np.ndarray) -> np.ndarray:

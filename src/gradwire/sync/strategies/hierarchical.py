@@ -77,4 +77,4 @@ def _build_owner(builder: Builder, chunk: Chunk, home: tuple[int, ...], owners: 
             builder.send_dense(dense_mean, peer, chunk, SPREAD, "send spread")
 
 
-register(Strategy("hierarchical", build))
+register(Strategy("hierarchical", build, merges_once=True))

@@ -73,6 +73,7 @@ class Strategy:
         address: Function that makes a `ServiceAddress` from the user's ``server=`` or the environment, and returns None
             if there is neither. None for strategies that need no service.
         address_advice: What to do if there is no address.
+        shows_mismatch, merges_once: See `OptimizerView`.
     """
 
     name: str
@@ -85,6 +86,8 @@ class Strategy:
     carried_advice: str = ""
     address: Callable[[Any], ServiceAddress | None] | None = None
     address_advice: str = ""
+    shows_mismatch: bool = False
+    merges_once: bool = False
 
     def carries(self, compressor: Compressor) -> bool:
         """Whether the strategy supports a compressor."""

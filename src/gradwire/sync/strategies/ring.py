@@ -39,4 +39,4 @@ def build(builder: Builder) -> None:
         builder.decode(chunk, mean, last, "decode mean", after=[mine])
 
 
-register(Strategy("ring", build))
+register(Strategy("ring", build, shows_mismatch=True))
