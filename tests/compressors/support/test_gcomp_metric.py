@@ -221,7 +221,6 @@ def test_the_metric_of_plain_sgd_is_the_papers() -> None:
     np.testing.assert_allclose(delta("SGD", grad, theta, {}, group), expected)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 def _floats(size: int) -> st.SearchStrategy[np.ndarray]:
     """Float32 of any bits, of extreme magnitudes, or of usual ones, with zeros."""
     bits = hnp.arrays(np.uint32, size, elements=st.integers(0, 2**32 - 1)).map(lambda each: each.view(np.float32))
@@ -262,6 +261,7 @@ def test_the_bound_holds_for_every_element_of_any_state(name, data) -> None:
     assert (fits | (error == 0)).all()
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 def test_without_state_nothing_is_known(name) -> None:
     parameter = torch.ones(3, requires_grad=True)
     optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
