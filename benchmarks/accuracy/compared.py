@@ -22,8 +22,8 @@ METHODS = {
     "ddp-fp32": "ddp-fp32",
     "ddp-fp16": "ddp-fp16",
     "int8": "int8",  # unbiased: no residual
-    "onebit": "onebit",  # error feedback, as in 1-bit SGD and HiPress
-    "threelc": "threelc",  # s = 1, the paper's default, error feedback
+    "onebit": "onebit{momentum}",  # error feedback, as in 1-bit SGD and HiPress
+    "threelc": "threelc{momentum}",  # s = 1, the paper's default, error feedback
     "thc": "thc",  # bits 4, granularity 30, p = 1/32, error feedback: the paper's choice
     "powersgd": "powersgd",  # rank 4, error feedback
     "topk": "topk:ratio=0.01{momentum}",

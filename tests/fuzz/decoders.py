@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,3 +99,17 @@ class PackedFloatsTarget(DecoderTarget):
         again = self.compressor.encode(found, self.context(spec))
         if bytes(again.body) != bytes(payload.body):
             raise BrokenPromiseError("a payload in another form than ours was taken")
+
+
+class DerivedLevelsTarget(PackedFloatsTarget):
+    """The same for `gcomp` where the receiver derives levels from the state of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__("gcomp", levels="derived")
+
+    def context(self, spec: TensorSpec) -> Context:
+        parameter = torch.linspace(-1, 1, spec.numel, dtype=torch.float32).reshape(spec.shape).to(spec.dtype)
+        numbers = torch.from_numpy(np.array([1, 0, 0, 0, 1 / 64, 0, 1, 0], np.float32))  # plain SGD, a rate of 1/64
+        one = torch.tensor(1.0)
+        aux = {"parameter": parameter, "numbers": numbers, "loss_scale": one, "common": torch.tensor(True)}
+        return replace(super().context(spec), aux=aux)

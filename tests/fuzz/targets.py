@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.compressors.base import registry
 from tests.fuzz.aggregation import aggregation_targets
-from tests.fuzz.decoders import DecoderTarget, PackedFloatsTarget
+from tests.fuzz.decoders import DecoderTarget, DerivedLevelsTarget, PackedFloatsTarget
 from tests.fuzz.parameters import ServerTarget, UpdateTarget, words_target
 from tests.fuzz.target import Target
 from tests.fuzz.wire import CodeTarget, FrameTarget, HandshakeTarget, PairListTarget, StreamTarget, TaggedStreamTarget
@@ -22,6 +22,7 @@ def targets() -> dict[str, Target]:
         PairListTarget(),
         PackedFloatsTarget("lossless"),
         PackedFloatsTarget("lossless", code="fixed"),
+        DerivedLevelsTarget(),
         words_target(),
         ServerTarget(),
         UpdateTarget(),
