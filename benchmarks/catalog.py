@@ -251,6 +251,7 @@ _GCOMP = (
         "gcomp-gradients", "What does each part of `gcomp` make of real gradients? (figures 9, 12, 13, 14)",
         "papers.gcomp.gradients", _TRAININGS,
     ),
+    Benchmark("gcomp-payloads", "What does a rank send, with levels derived and sent?", "papers.gcomp.payloads"),
     Benchmark("allreduce", "How long does one all-reduce take, against Gloo? (figure 10)", "papers.gcomp.allreduce"),
     Benchmark(
         "gcomp-lab", "How fast are iterations, and when is a loss reached? (figures 11, 15, 16, 20)", "papers.gcomp.lab"
