@@ -34,7 +34,7 @@ COUNT_BYTES = 4
 
 
 class PairList(NamedTuple):
-    """PairList of one owner, or of all owners one after another.
+    """Pairs of one owner, or of all owners one after another.
 
     Attributes:
         rows: Row of each, uint32[K].
