@@ -52,6 +52,7 @@ class _Data:
         self.x = np.random.default_rng(0).standard_normal(self.length, np.float32)
         self.work = np.zeros(self.length, np.float32)
         self.grad, self.out = torch.from_numpy(self.x), torch.zeros(self.length)
+        self.total = torch.from_numpy(self.work)  # of ranks
         self.ctx = self._context(torch.float32)
 
     def cast(self, dtype: torch.dtype) -> _Data:
@@ -95,8 +96,8 @@ def _cases(spec: str, data: _Data) -> Iterator[Case]:
     touched = element + bits
     yield Case(f"{spec} decode", dtype, touched, "write", lambda: codec.decode(payload, data.ctx, out=data.out))
     yield Case(
-        f"{spec} decode sum of {_RANKS}", dtype, element + _RANKS * bits, "write",
-        lambda: codec.decode_sum([payload] * _RANKS, [data.ctx] * _RANKS, data.out),
+        f"{spec} decode sum of {_RANKS}", dtype, 4 + _RANKS * bits, "write",
+        lambda: codec.decode_sum([payload] * _RANKS, [data.ctx] * _RANKS, data.total),
     )  # fmt: skip
 
 
