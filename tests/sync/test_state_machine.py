@@ -31,7 +31,7 @@ from tests.sync.harness import ANY, Ranks, ranks
 SHAPES = {"a": (60, 50), "b": (900,), "c": (3,)}
 # Exact, or with feedback: of these nothing may be lost.
 METHODS = ("none", "lossless", "onebit", "threelc", "topk:ratio=0.05", "tbq", "powersgd:rank=2", "thc")
-LISTED = ("topk:ratio=0.05", "dragonn:ratio=0.1,carry=True")
+LISTED = ("topk:ratio=0.05", "dragonn:ratio=0.1:carry=True")
 WAYS = [(method, strategy) for method in METHODS for strategy in ANY] + [(method, "sparse_reduce") for method in LISTED]
 Tensors = dict[str, torch.Tensor]
 

@@ -80,7 +80,7 @@ def run_2d(synchronizer: Synchronizer, steps: int) -> list[torch.Tensor]:
         *((strategy, method) for strategy in ANY for method in ("onebit", "threelc")),
         *(pytest.param(strategy, "signsgd", marks=pytest.mark.ci) for strategy in ANY),
         ("sparse_reduce", "topk:ratio=0.05"),
-        pytest.param("sparse_reduce", "dragonn:ratio=0.05,carry=True", marks=pytest.mark.ci),
+        pytest.param("sparse_reduce", "dragonn:ratio=0.05:carry=True", marks=pytest.mark.ci),
     ],
 )
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
