@@ -75,17 +75,25 @@ def test_replicas_are_one_or_meet_at_every_eighth_step(method) -> None:
     assert all(torch.equal(job.models[0][0].weight, model[0].weight) for model in job.models[1:])
 
 
-def test_deviations_are_from_the_exact_sums_of_the_same_seed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(gcomp_loss, "SEEDS", (0, 1))
-    monkeypatch.setattr(gcomp_loss, "CHOSEN", ("SGD",))
-    found = list(gcomp_loss.losses_of(made_up(), 6))
-    off = gcomp_loss.deviations(found)
+def test_deviations_are_from_the_exact_sums_of_the_same_seed(tmp_path) -> None:
+    found = [row for seed in (0, 1) for row in gcomp_loss.part(made_up(), "SGD, momentum", seed, 10)]
+    off = gcomp_loss.of_seeds(found, "mean deviation")
     assert {key[2] for key in off} == set(gcomp_loss.METHODS) - {"exact"}
-    assert off["made up", "SGD", "gcomp"].size == 2 * 6
-    worst = {method: np.abs(values).max() for (_, _, method), values in off.items()}
+    assert all(len(values) == 2 for values in off.values())
+    worst = {method: max(values) for (_, _, method), values in off.items()}
     assert worst["gcomp"] < 1e-5 < worst["18 bits cut"] < worst["every 8 steps"]
+    (ratios,) = gcomp_loss.of_seeds(found, "ratio").values()
+    assert all(0.3 < ratio < 0.9 for ratio in ratios)
+    assert "SGD, momentum" in gcomp_loss.table(found)
     gcomp_loss.plot(found, tmp_path)
     assert (tmp_path / "losses.png").stat().st_size > 1000
+
+
+def test_recorded_seeds_are_not_trained_again(monkeypatch) -> None:
+    monkeypatch.setattr(gcomp_loss, "trainings", lambda *_: [made_up()])
+    done = {("made up", "SGD", "0"), ("made up", "SGD", "2")}
+    (rows,) = gcomp_loss.run(Path("none"), Path("none"), steps=5, optimizers="SGD", done=done)
+    assert {(row["optimizer"], row["seed"]) for row in rows} == {("SGD", 1)}
 
 
 def test_cuts_of_all_hops_stay_below_the_last_bit_with_the_guard_alone(monkeypatch) -> None:

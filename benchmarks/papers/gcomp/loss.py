@@ -1,13 +1,15 @@
 """Distance of losses with `gcomp` from those without compression: figures 18 and 19 of its paper.
 
 Four ranks in one process train the models of `benchmarks.papers.gcomp.models` from scratch, with batches of 8 per rank,
-with SGD and with AdamW, on three seeds. Gradients are averaged exactly; with `gcomp`; with 18 of 23 bits cut from every
-mantissa regardless of the optimizer; or exactly, but only in every eighth step. In the seven steps between, ranks use
-their own gradients, and in the eighth they also average their parameters, since otherwise they would stay apart. Exact
-sums in another order of ranks, which changes only roundings, show how training amplifies any difference.
+with SGD, with and without momentum, and with AdamW, on three seeds. Gradients are averaged exactly; with `gcomp`, whose
+levels are derived; with 18 of 23 bits cut from every mantissa regardless of the optimizer; or exactly, but only in
+every eighth step. In the seven steps between, ranks use their own gradients, and in the eighth they also average their
+parameters, since otherwise they would stay apart. Exact sums in two other orders of ranks, which change only roundings,
+show how training amplifies any difference.
 
 With scatter-reduce, every rank's gradient is encoded, except the owner's, and the mean once more. The figures compare
-the training loss of all ranks at each step with that of exact sums at the same step.
+the training loss of all ranks at each step with that of exact sums at the same step. Each seed of a training is a part
+of the record, so the command may be stopped and started again.
 
 Source: GCOMP (SoCC 2024), section 7.6. Differences: small models for some hundred steps; the paper does not say what
 ranks do between all-reduces.
@@ -16,7 +18,7 @@ ranks do between all-reduces.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,8 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks.options import Cifar10, Sst2
+from benchmarks.keys import key_of
+from benchmarks.options import Cifar10, Sst2, choose
 from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
 from benchmarks.plotting import COLORS, DENSE, figure, legend_below
 from gradwire.compressors import make
@@ -36,8 +39,10 @@ from gradwire.kernels import active as kernels
 
 RANKS, BATCH, SPARSE = 4, 8, 8
 SEEDS = (0, 1, 2)
-METHODS = ("exact", "another order", "gcomp", "18 bits cut", "every 8 steps")
-CHOSEN = ("SGD", "AdamW")
+ORDERS = {"another order": (3, 2, 1, 0), "a third order": (1, 3, 0, 2)}
+METHODS = ("exact", *ORDERS, "gcomp", "18 bits cut", "every 8 steps")
+CHOSEN = ("SGD, momentum", "AdamW", "SGD")
+KEY, CHOICES = ("workload", "optimizer", "seed"), ("optimizers", "seeds")
 EVERY = 5  # steps between the losses that are recorded
 Row = dict[str, Any]
 
@@ -82,7 +87,7 @@ class Job:
         return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     def _mean(self, name: str, grads: list[torch.Tensor]) -> torch.Tensor:
-        own, *others = grads[::-1] if self.method == "another order" else grads
+        own, *others = (grads[rank] for rank in ORDERS.get(self.method, range(RANKS)))
         total = own / RANKS
         for grad in others:
             total = total + self._sent(name, grad, 1 / RANKS)
@@ -96,14 +101,19 @@ class Job:
             return out.view(grad.shape)
         if self.method != "gcomp" or grad.dim() == 1:  # under a blanket method, vectors travel dense
             return grad * scale
-        ctx = Context(name, world_size=RANKS, spec=TensorSpec.of(grad), aux=self.aux(name, grad, scale))
+        aux, share = self.aux(name, grad, scale), self.error_share(scale)
+        ctx = Context(name, world_size=RANKS, spec=TensorSpec.of(grad), aux=aux, error_share=share)
         payload = self.codec.encode(grad, ctx, scale=scale)
         self.bytes_sent, self.bytes_plain = self.bytes_sent + payload.body.nbytes, self.bytes_plain + grad.nbytes
         return self.codec.decode(payload, ctx)
 
     def aux(self, name: str, grad: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
         """Optimizer state that the codec needs to send scale · grad."""
-        return self.state(name, ElementRange(0, grad.numel()))
+        return {**self.state(name, ElementRange(0, grad.numel())), "common": torch.tensor(True)}
+
+    def error_share(self, scale: float) -> float | None:
+        """Share of the error of an encode: half for the mean, whose scale is 1, and half for all others."""
+        return 0.5 if scale == 1.0 else 0.5 / (RANKS - 1)
 
     def _step_sparsely(self, number: int, grads: tuple[list[torch.Tensor], ...]) -> None:
         average = number % SPARSE == SPARSE - 1
@@ -120,75 +130,81 @@ class Job:
                         parameter.copy_(mean)
 
 
-def losses_of(training: Training, steps: int) -> Iterator[Row]:
-    """The loss of every step of every method."""
-    for optimizer in CHOSEN:
-        for seed in SEEDS:
-            for method in METHODS:
-                job = Job(training, optimizer, method, seed)
-                fixed = {"workload": training.name, "optimizer": optimizer, "seed": seed, "method": method}
-                for number in range(steps):
-                    yield {**fixed, "step": number + 1, "metric": "loss", "value": job.step(number), "unit": "nat"}
-
-
-Key = tuple[str, str, str]
-
-
-def deviations(found: Sequence[Row]) -> dict[Key, np.ndarray]:
-    """Loss minus the loss with exact sums, for all steps and seeds, by workload, optimizer and method."""
-    curves: dict[tuple[str, str, str, int], list[float]] = {}
-    for row in found:
-        if row["metric"] != "loss":
-            continue
-        curves.setdefault((row["workload"], row["optimizer"], row["method"], row["seed"]), []).append(row["value"])
-    grouped: dict[Key, list[float]] = {}
-    for (workload, optimizer, method, seed), losses in curves.items():
+def part(training: Training, optimizer: str, seed: int, steps: int) -> Iterator[Row]:
+    """All figures of one seed: the loss of every fifth step, and distances from exact sums over all steps."""
+    exact: list[float] = []
+    for method in METHODS:
+        job = Job(training, optimizer, method, seed)
+        losses = [job.step(number) for number in range(steps)]
+        exact = exact or losses
+        fixed = {"workload": training.name, "optimizer": optimizer, "seed": seed, "method": method, "dtype": "float32",
+                 "ranks": RANKS, "source": "measured"}  # fmt: skip
+        for number in range(EVERY, steps + 1, EVERY):
+            yield {**fixed, "step": number, "metric": "loss", "value": losses[number - 1], "unit": "nat"}
+        if job.bytes_plain:
+            yield {**fixed, "metric": "ratio", "value": job.bytes_sent / job.bytes_plain, "unit": "fraction"}
         if method != "exact":
-            off = np.subtract(losses, curves[workload, optimizer, "exact", seed])
-            grouped.setdefault((workload, optimizer, method), []).extend(off.tolist())
-    return {key: np.array(values) for key, values in grouped.items()}
+            yield from ({**fixed, "samples": steps, **row} for row in distances(np.subtract(losses, exact)))
 
 
-def summary(found: Sequence[Row]) -> Iterator[Row]:
-    """Mean and spread of the deviations, over all steps and over the last quarter."""
-    for (workload, optimizer, method), off in deviations(found).items():
-        size = np.abs(off)
-        fixed = {"workload": workload, "optimizer": optimizer, "method": method, "unit": "nat", "samples": size.size}
-        low, high = (float(np.percentile(size, q)) for q in (20, 80))
-        yield {**fixed, "metric": "mean deviation", "value": float(size.mean()), "p20": low, "p80": high}
-        yield {**fixed, "metric": "variance of the deviation", "value": float(off.var())}
+def distances(off: np.ndarray) -> Iterator[Row]:
+    """Figures of losses minus those of exact sums."""
+    size, late = np.abs(off), off[-(off.size // 4 or 1) :]
+    low, high = (float(np.percentile(size, q)) for q in (20, 80))
+    yield {"metric": "mean deviation", "value": float(size.mean()), "unit": "nat", "p20": low, "p80": high}
+    yield {"metric": "variance of the deviation", "value": float(off.var()), "unit": "nat2"}
+    yield {"metric": "difference, last quarter", "value": float(late.mean()), "unit": "nat"}
 
 
 def run(
-    cifar10: Cifar10, sst2: Sst2, steps: Annotated[int, typer.Option(help="Training steps.")] = 200
-) -> Iterator[Row]:
-    """Measure deviations, and record the loss of every fifth step."""
-    found = [row for training in trainings(cifar10, sst2, BATCH) for row in losses_of(training, steps)]
-    for row in (*summary(found), *(row for row in found if row["step"] % EVERY == 0)):
-        yield {"dtype": "float32", "ranks": RANKS, "source": "measured", **row}
+    cifar10: Cifar10,
+    sst2: Sst2,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    optimizers: Annotated[str, typer.Option(help="Some of the optimizers, with semicolons in between.")] = "",
+    seeds: Annotated[str, typer.Option(help="Some of the seeds.")] = "",
+    done: Set[tuple[str, ...]] = frozenset(),
+) -> Iterator[list[Row]]:
+    """Train with each method, seed by seed."""
+    both = trainings(cifar10, sst2, BATCH)
+    for seed in choose(seeds, SEEDS):
+        for optimizer in optimizers.split(";") if optimizers else CHOSEN:
+            for training in both:
+                where = {"workload": training.name, "optimizer": optimizer, "seed": seed}
+                if key_of(where, KEY) not in done:
+                    yield list(part(training, optimizer, seed, steps))
+
+
+def of_seeds(rows: Sequence[Row], metric: str) -> dict[tuple[str, str, str], list[float]]:
+    """The values of a metric, seed by seed, by workload, optimizer and method."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row["metric"] == metric:
+            found.setdefault((row["workload"], row["optimizer"], row["method"]), []).append(row["value"])
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Table of the deviations of each method."""
-    return "\n".join(
-        f"{row['workload']:12}{row['optimizer']:8}{row['method']:16}{row['metric']:28}{row['value']:12.3e}"
-        for row in rows
-        if row["metric"] != "loss"
-    )
+    """Mean deviation of each method: mean of the seeds, with the smallest and the largest."""
+    found = of_seeds(rows, "mean deviation")
+    lines = [f"| | | {' | '.join(METHODS[1:])} |", "|---" * (len(METHODS) + 1) + "|"]
+    for workload, optimizer in dict.fromkeys(key[:2] for key in found):
+        cells = []
+        for method in METHODS[1:]:
+            values = found.get((workload, optimizer, method), [float("nan")])
+            cells.append(f"{np.mean(values):.2g} ({min(values):.1g} to {max(values):.1g})")
+        lines.append(f"| {workload}, {optimizer} | {len(values)} seeds | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Plot deviations as boxes (top), and the recorded losses of the first seed as curves (bottom)."""
-    off = deviations(rows)
-    pairs, methods = (list(dict.fromkeys(part)) for part in ([key[:2] for key in off], [key[2] for key in off]))
+    """Plot mean deviations of all seeds as dots (top), and the recorded losses of the first seed as curves (bottom)."""
+    off = of_seeds(rows, "mean deviation")
+    pairs = list(dict.fromkeys(key[:2] for key in off))
     with figure(folder / "losses.png", 2, len(pairs), (4.2 * len(pairs), 7)) as axes:
         for upper, lower, (workload, optimizer) in zip(*axes, pairs, strict=True):
-            boxes = [off[workload, optimizer, method] for method in methods]
-            names = [name.replace(" ", "\n", 1) for name in methods]
-            upper.boxplot(boxes, whis=(1, 99), showfliers=False, tick_labels=names)
-            upper.set_yscale("symlog", linthresh=1e-4)
-            upper.set_title(f"{workload}, {optimizer}", fontsize=10)
-            for color, method in zip((DENSE, *COLORS), METHODS, strict=False):
+            for number, (color, method) in enumerate(zip((DENSE, *COLORS), METHODS, strict=False)):
+                values = off.get((workload, optimizer, method), [])
+                upper.plot([number] * len(values), values, "o", color=color)
                 curve = {
                     row["step"]: row["value"] for row in rows
                     if (row["workload"], row["optimizer"], row["method"], row["metric"], row.get("seed"))
@@ -196,7 +212,10 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
                 }  # fmt: skip
                 means = np.convolve(list(curve.values()), np.ones(2) / 2, "valid")
                 lower.plot(list(curve)[1:], means, color=color, label=method, linewidth=1.2)
+            upper.set_yscale("log")
+            upper.set_xticks(range(len(METHODS)), [name.replace(" ", "\n", 1) for name in METHODS])
+            upper.set_title(f"{workload}, {optimizer}", fontsize=10)
             lower.set_xlabel("step")
-        axes[0][0].set_ylabel("loss minus that of exact sums, nat")
+        axes[0][0].set_ylabel("mean distance from the loss of exact sums, nat")
         axes[1][0].set_ylabel("training loss, mean of 2 recorded steps, nat")
         legend_below(axes[1][0])

@@ -14,6 +14,8 @@ These yield three metrics, each with the guard for all ranks:
 - *all*: the smallest of the three. No value written by the step changes by its last bit, so no error is kept.
 - *nothing*: 0, like `lossless`.
 
+Levels are sent.
+
 Four ranks in one process train the models of `benchmarks.papers.gcomp.models` as `benchmarks.papers.gcomp.loss` does.
 Compared with exact sums are bytes; relative distances of parameters and momentum after some numbers of steps (the
 second step is the first with moments, and thus the first that is cut); and losses. Another order of ranks changes only
@@ -82,12 +84,17 @@ class Measured(Job):
 
     def aux(self, name: str, grad: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
         found = super().aux(name, grad, scale)
+        found.pop("common")
         if "first" not in found:
             return found
         scaled = (grad.reshape(-1) * scale).numpy()
         limits = limits_of(self.metric, scaled, found, self.optimizers[0].param_groups[0])
         kept = {key: found[key] for key in ("loss_scale", "clipped")}
         return {**kept, "parameter": torch.from_numpy(limits), "numbers": AS_GIVEN}
+
+    def error_share(self, scale: float) -> float | None:
+        """An equal share for each encode."""
+        return None
 
     def values(self) -> dict[str, torch.Tensor]:
         """All parameters, and all of the momentum."""
