@@ -52,6 +52,7 @@ def _gradwire(name: str, question: str, arguments: str) -> Benchmark:
 _CODECS = (
     _gradwire("kernels", "How fast is every CPU kernel, against a copy of the same memory?", "kernels"),
     _gradwire("compressors", "How fast do compressors encode and decode, against a copy and torch?", "compressors"),
+    _gradwire("lossless", "How fast is `lossless`, with prefix codes and fixed ones?", "compressors --only lossless"),
     _gradwire("thc-kernels", "How fast are THC's kernels, such as the Hadamard transform?", "kernels --only thc"),
     Benchmark(
         "list-decoding", "How much faster is decoding of lists at commit fa93654 than at ec7a283? Two runs in turns.",

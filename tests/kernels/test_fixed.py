@@ -14,7 +14,8 @@ from tests.kernels.test_floats import LENGTHS, each_backend, each_dtype, in_dtyp
 
 def pack(kernels, x: np.ndarray) -> bytes | None:
     guarded = np.full(x.nbytes + 32, 7, np.uint8)
-    length = kernels.pack_fixed(x, guarded[16 : 16 + x.nbytes])
+    length, finite = kernels.pack_fixed(x, guarded[16 : 16 + x.nbytes])
+    assert finite == (kernels.count_nonfinite(x) == 0)
     assert (guarded[:16] == 7).all()
     assert (guarded[16 + x.nbytes :] == 7).all()
     assert length < x.nbytes

@@ -53,7 +53,8 @@ def samples(dtype: str, size: int) -> Iterator[np.ndarray]:
 
 def pack(kernels, x: np.ndarray, code: PrefixCode) -> bytes | None:
     guarded = np.full(x.nbytes + 32, 7, np.uint8)
-    length = kernels.pack_floats(x, code, guarded[16 : 16 + x.nbytes])
+    length, finite = kernels.pack_floats(x, code, guarded[16 : 16 + x.nbytes])
+    assert finite == (kernels.count_nonfinite(x) == 0)
     assert (guarded[:16] == 7).all()
     assert (guarded[16 + x.nbytes :] == 7).all()
     assert length < x.nbytes

@@ -118,11 +118,12 @@ class GComp(FloatPacking):
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
         levels = self._num_levels(ctx, dtype)
         if not levels:
-            elements, finite = self._elements_to_send(x, dtype, scale)
-            return (Payload(self._body(elements, dtype, ctx)) if finite else NONFINITE), elements
+            elements = self._elements_to_send(x, dtype, scale)
+            body, finite = self._body(elements, dtype, ctx)
+            return (Payload(body) if finite else NONFINITE), elements
         if self.levels == "sent" or not bool(ctx.aux.get("common", False)):
             elements, finite = _truncated(x, dtype, scale, ctx, levels)
-            return (Payload(self._body(elements, dtype, ctx)) if finite else NONFINITE), elements
+            return (Payload(self._body(elements, dtype, ctx)[0]) if finite else NONFINITE), elements
         elements = scratch(dtype.itemsize * x.size).view(ARRAY_DTYPES[dtype])
         if not convert(x, elements, scale):
             return NONFINITE, elements
@@ -136,7 +137,7 @@ class GComp(FloatPacking):
         body, code = buffers.empty(_START + elements.nbytes), self.code(dtype, ctx.state)
         length = kernels.pack_rounded(elements, margins, most, code, body[_START:])
         if length < 0:
-            return self._body(elements, dtype, ctx)
+            return self._body(elements, dtype, ctx)[0]
         HEADER.pack_into(body.data, 0, MAGIC, _ROUNDED, ELEMENT_TYPES[dtype], code.number)
         _DIGEST.pack_into(body.data, HEADER_BYTES, _digest(margins, most))
         return body[: _START + length]

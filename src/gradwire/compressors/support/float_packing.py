@@ -65,7 +65,7 @@ class Packing:
 
     kind: int
     number: int
-    pack: Callable[[np.ndarray, np.ndarray], int]
+    pack: Callable[[np.ndarray, np.ndarray], tuple[int, bool]]
     unpack: Callable[[np.ndarray, np.ndarray], bool]
     packs_shorter: Callable[[np.ndarray], bool]
 
@@ -135,27 +135,33 @@ class FloatPacking(NoCompression, StatefulCompressor):
     # -- packing ---------------------------------------------------------------------------------------------
 
     def _pack(self, x: np.ndarray, dtype: torch.dtype, scale: float, ctx: Context) -> tuple[Payload, np.ndarray]:
-        elements, finite = self._elements_to_send(x, dtype, scale)
-        return Payload(self._body(elements, dtype, ctx), nonfinite=not finite), elements
+        elements = self._elements_to_send(x, dtype, scale)
+        body, finite = self._body(elements, dtype, ctx)
+        return Payload(body, nonfinite=not finite), elements
 
-    def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> tuple[np.ndarray, bool]:
-        """Elements that `none` would send, and whether they are finite."""
+    def _elements_to_send(self, x: np.ndarray, dtype: torch.dtype, scale: float) -> np.ndarray:
+        """Elements that `none` would send."""
         element = ARRAY_DTYPES[dtype]
         if scale == 1.0 and x.dtype == element:
-            return x, kernels.count_nonfinite(x) == 0
+            return x
         elements = scratch(x.size * dtype.itemsize).view(element)
-        return elements, convert(x, elements, scale)
+        convert(x, elements, scale)
+        return elements
 
-    def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> np.ndarray:
+    def _body(self, elements: np.ndarray, dtype: torch.dtype, ctx: Context) -> tuple[np.ndarray, bool]:
+        """The packed elements behind a header, and whether all are finite."""
         body = buffers.empty(HEADER_BYTES + elements.nbytes)
         packing = self.packing(dtype, ctx.state)
-        length = -1 if dtype == torch.float64 else packing.pack(elements, body[HEADER_BYTES:])
+        if dtype == torch.float64:
+            length, finite = -1, kernels.count_nonfinite(elements) == 0
+        else:
+            length, finite = packing.pack(elements, body[HEADER_BYTES:])
         kind = STORED if length < 0 else packing.kind
         HEADER.pack_into(body.data, 0, MAGIC, kind, ELEMENT_TYPES[dtype], packing.number)
         if kind != STORED:
-            return body[: HEADER_BYTES + length]
+            return body[: HEADER_BYTES + length], finite
         body[HEADER_BYTES:] = elements.view(np.uint8)
-        return body
+        return body, finite
 
     # -- unpacking -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,18 @@ import numpy as np
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES
 from gradwire.kernels.cpu.fields import fields_bytes
-from gradwire.kernels.cpu.lanes import convert, mask_bits, popcount, select, splat, sum_integers
+from gradwire.kernels.cpu.lanes import (
+    convert,
+    convert_like,
+    largest_lane,
+    mask_bits,
+    maximum,
+    minimum,
+    popcount,
+    select,
+    splat,
+    sum_integers,
+)
 from gradwire.kernels.cpu.vector import load, store, u16, u32
 from gradwire.kernels.float_format import FLAT, LEVELLED, LEVELS
 
@@ -15,14 +26,20 @@ from gradwire.kernels.float_format import FLAT, LEVELLED, LEVELS
 @kernel
 def mean_of(x, form):
     """Rounded mean of the exponents above 0, or 1 if there is none."""
+    return mean_and_largest(x, form)[0]
+
+
+@kernel
+def mean_and_largest(x, form):
+    """Rounded mean of the exponents above 0, or 1 if there is none; and the largest exponent."""
     _, mantissa, exponents, _, _, _ = form
-    count, sums = np.int64(0), splat(np.uint32(0), LANES)
+    none = convert_like(splat(np.uint32(0), LANES), x)
+    sums, counts, most = none, none, none  # a lane of 16 bits holds the sum of CHUNK / LANES exponents
     for i in range(0, x.size, LANES):
-        found = (convert(load(x, i, LANES), u32) >> mantissa) & (exponents - 1)
-        sums = sums + found
-        count += popcount(mask_bits(found != 0))
-    total = np.int64(sum_integers(sums))
-    return (total + count // 2) // count if count > 0 else np.int64(1)
+        found = (load(x, i, LANES) >> mantissa) & (exponents - 1)
+        sums, counts, most = sums + found, counts + minimum(found, none + 1), maximum(most, found)
+    total, count = np.int64(sum_integers(convert(sums, u32))), np.int64(sum_integers(convert(counts, u32)))
+    return (total + count // 2) // count if count > 0 else np.int64(1), np.int64(largest_lane(most))
 
 
 @kernel

@@ -1,6 +1,7 @@
 """Lossless compression of floats with exponents in codes of four bits. Contracts: `reference.fixed`.
 
-A chunk stays in the cache: one sweep finds the mean, one writes codes, signs and mantissas, one lists what is escaped.
+A chunk stays in the cache: a sample of it gives the base, one sweep writes codes, signs and mantissas, and one over the
+codes lists what is escaped.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from gradwire.kernels.cpu.chunk_counts import mean_of
+from gradwire.kernels.cpu.chunk_counts import mean_and_largest
 from gradwire.kernels.cpu.compile import inlined, kernel
 from gradwire.kernels.cpu.elements import LANES, as_writable
-from gradwire.kernels.cpu.fields import fields_bytes, unpack_fields
+from gradwire.kernels.cpu.fields import fields_bytes
 from gradwire.kernels.cpu.lanes import (
     convert,
     convert_like,
@@ -21,12 +22,14 @@ from gradwire.kernels.cpu.lanes import (
     popcount,
     select,
     splat,
+    sum_integers,
     trailing_zeros,
 )
 from gradwire.kernels.cpu.parallel import run_all, shares
+from gradwire.kernels.cpu.reduce import count_nonfinite
 from gradwire.kernels.cpu.stored import LEAST_CHUNKS, load_chunk, pack_in_parts, put_word, store_chunk
-from gradwire.kernels.cpu.vector import load, store, store_until, u8
-from gradwire.kernels.fixed_format import BELOW, CHUNK, CODE_BITS, ESCAPED, TABLE_BYTES
+from gradwire.kernels.cpu.vector import load, store, store_until, u8, u32
+from gradwire.kernels.fixed_format import BELOW, CHUNK, CODE_BITS, ESCAPED, PERIOD, SAMPLED, TABLE_BYTES
 from gradwire.kernels.float_format import as_bits, format_of
 from gradwire.kernels.layout import expect_room
 
@@ -44,16 +47,23 @@ def _signed(values, form):
 
 
 @inlined
-def _codes(chunk, i, form, base):
-    """Codes of the elements from i on. Integers wrap, so that exponents up to the base are large."""
-    found = _exponents(load(chunk, i, LANES), form)
+def _codes(chunk, values, form, base):
+    """Codes of `values`, a vector of the chunk. Integers wrap, so that exponents up to the base are large."""
+    found = _exponents(values, form)
     most = convert_like(splat(np.uint32(ESCAPED - 1), LANES), chunk)
     return select(found != 0, minimum(found - (base + 1), most) + 1, found)
 
 
 @kernel
 def _base_of(chunk, form):
-    return max(0, min(mean_of(chunk, form) - BELOW, form[2] - 1 - ESCAPED))
+    none = convert_like(splat(np.uint32(0), SAMPLED), chunk)
+    sums, counts = none, none  # 16 bits hold the sum of CHUNK / PERIOD exponents
+    for i in range(0, chunk.size, PERIOD):
+        found = _exponents(load(chunk, i, SAMPLED), form)
+        sums, counts = sums + found, counts + minimum(found, none + 1)
+    total, count = np.int64(sum_integers(convert(sums, u32))), np.int64(sum_integers(convert(counts, u32)))
+    mean = (total + count // 2) // count if count > 0 else np.int64(1)
+    return max(0, min(mean - BELOW, form[2] - 1 - ESCAPED))
 
 
 @kernel
@@ -70,18 +80,17 @@ def _pack_unescaped(chunk, form, base, out, at):
     size, whole = chunk.size, (1 + form[1]) >> 3
     half = (size + 1) >> 1
     out[at] = np.uint8(base)
-    at += 1
-    fields = at + half
+    codes, fields = at + 1, at + 1 + half
     for i in range(0, half, LANES):
-        codes = _codes(chunk, i, form, base) | (_codes(chunk, half + i, form, base) << CODE_BITS)
-        store_until(out, at + i, fields, convert(codes, u8))
-    for i in range(0, size, LANES):
-        signed = _signed(load(chunk, i, LANES), form)
+        low, high = load(chunk, i, LANES), load(chunk, half + i, LANES)
+        both = _codes(chunk, low, form, base) | (_codes(chunk, high, form, base) << CODE_BITS)
+        store_until(out, codes + i, fields, convert(both, u8))
+        low, high = _signed(low, form), _signed(high, form)
         for byte in range(whole):
             field = fields + byte * size
-            store_until(out, field + i, field + size, convert(signed >> (8 * byte), u8))
-    at = fields + whole * size
-    shift = 8 * whole
+            store_until(out, field + i, field + half, convert(low >> (8 * byte), u8))
+            store_until(out, field + half + i, field + size, convert(high >> (8 * byte), u8))
+    at, shift = fields + whole * size, 8 * whole
     for field in (4, 2, 1):
         if (1 + form[1]) & field:
             at = _pack_field(chunk, form, shift, field, out, at)
@@ -101,24 +110,42 @@ def _pack_field(chunk, form, shift, field, out, at):
     return at + count
 
 
+@inlined
+def _escaped_at(body, at, i, half, plane):
+    """Which codes of a plane from i on are escaped, as bits; the codes of both planes begin at body[at]."""
+    escaped = mask_bits(((load(body, at + i, LANES) >> (CODE_BITS * plane)) & ESCAPED) == ESCAPED)
+    return escaped if i + LANES <= half else escaped & ((np.uint64(1) << np.uint64(half - i)) - np.uint64(1))
+
+
 @kernel
-def _pack_escaped(chunk, form, base, out, at, room):
-    """Write escaped exponents to out[at:room]; return where they end, or would end if there were room."""
+def _pack_escaped(chunk, form, codes, out, at, room, nonfinite):
+    """Write the exponents whose code at out[codes:] is escaped to out[at:room].
+
+    Returns where they end, or would end if there were room.
+    """
     _, mantissa, exponents, _, _, _ = form
-    for i in range(0, chunk.size, LANES):
-        escaped = mask_bits(_codes(chunk, i, form, base) == ESCAPED)
-        while escaped != 0:
-            if at < room:
-                found = (np.int64(chunk[i + trailing_zeros(escaped)]) >> mantissa) & (exponents - 1)
-                out[at] = np.uint8(found)
-            at += 1
-            escaped &= escaped - np.uint64(1)
+    half = (chunk.size + 1) >> 1
+    for plane in range(2):
+        for i in range(0, half, LANES):
+            escaped = _escaped_at(out, codes, i, half, plane)
+            while escaped != 0:
+                value = np.int64(chunk[plane * half + i + trailing_zeros(escaped)])
+                found = (value >> mantissa) & (exponents - 1)
+                if found == exponents - 1:
+                    nonfinite[0] = 1
+                if at < room:
+                    out[at] = np.uint8(found)
+                at += 1
+                escaped &= escaped - np.uint64(1)
     return at
 
 
 @kernel
-def _pack(x, first, last, form, out, at, most):
-    """Pack chunks `first` to `last` into out[at:most]; return where they end, or -1 if they do not fit."""
+def _pack(x, first, last, form, out, at, most, nonfinite):
+    """Pack chunks `first` to `last` into out[at:most]; return where they end, or -1 if they do not fit.
+
+    Sets nonfinite[0] to 1 if one of the elements packed is not finite.
+    """
     for number in range(first, last):
         chunk = x[number * CHUNK : (number + 1) * CHUNK]
         stored = at + chunk.size * (form[0] >> 3)
@@ -127,26 +154,29 @@ def _pack(x, first, last, form, out, at, most):
         end = at + _unescaped_bytes(chunk.size, form)
         if end <= room:
             _pack_unescaped(chunk, form, base, out, at)
-        end = _pack_escaped(chunk, form, base, out, end, room)
+            end = _pack_escaped(chunk, form, at + 1, out, end, room, nonfinite)
         if end > room:
             if stored > most:
                 return -1
             store_chunk(chunk, out, at)
             end = stored
+            if mean_and_largest(chunk, form)[1] == form[2] - 1:
+                nonfinite[0] = 1
         put_word(out, TABLE_BYTES * number, end - at)
         at = end
     return at
 
 
-def pack_fixed(x: np.ndarray, out: np.ndarray) -> int:
+def pack_fixed(x: np.ndarray, out: np.ndarray) -> tuple[int, bool]:
     form = format_of("pack_fixed", x)
     expect_room("pack_fixed", x, out)
-    bits, chunks = as_writable(as_bits(x)), form.chunks(x.size)
+    bits, chunks, nonfinite = as_writable(as_bits(x)), form.chunks(x.size), np.zeros(1, np.uint8)
 
     def pack(part: range, at: int, most: int) -> int:
-        return int(_pack(bits, part.start, part.stop, tuple(form), out, at, most))
+        return int(_pack(bits, part.start, part.stop, tuple(form), out, at, most, nonfinite))
 
-    return pack_in_parts(pack, chunks, CHUNK * x.itemsize, TABLE_BYTES * chunks, x.nbytes - 1, out)
+    length = pack_in_parts(pack, chunks, CHUNK * x.itemsize, TABLE_BYTES * chunks, x.nbytes - 1, out)
+    return length, not nonfinite[0] if length >= 0 else count_nonfinite(x) == 0
 
 
 @kernel
@@ -154,7 +184,7 @@ def _packed_chunk_bytes(chunk, form):
     """Bytes of the chunk if it is packed, even where storing it would take fewer."""
     base, count = _base_of(chunk, form), 0
     for i in range(0, chunk.size, LANES):
-        count += popcount(mask_bits(_codes(chunk, i, form, base) == ESCAPED))
+        count += popcount(mask_bits(_codes(chunk, load(chunk, i, LANES), form, base) == ESCAPED))
     return _unescaped_bytes(chunk.size, form) + count
 
 
@@ -176,40 +206,73 @@ def packs_shorter_fixed(x: np.ndarray) -> bool:
 
 
 @inlined
-def _joined(body, at, shift, chunk, i, form, base):
-    """Elements from their codes, at bit `shift` of the bytes from `at` on, and from signs and mantissas in `chunk`."""
+def _placed(signed, form):
+    """Undo `_signed`: signs and mantissas at their places in an element."""
     bits, mantissa, _, _, _, _ = form
-    found = convert_like((load(body, at, LANES) >> shift) & ESCAPED, chunk)
-    signed = load(chunk, i, LANES)
-    moved = select(found != 0, found + base, found)
-    return ((signed >> mantissa) << (bits - 1)) | (moved << mantissa) | (signed & ((1 << mantissa) - 1))
+    return ((signed >> mantissa) << (bits - 1)) | (signed & ((1 << mantissa) - 1))
+
+
+@inlined
+def _joined(body, codes, shift, fields, size, chunk, form, base):
+    """Elements from their codes, at bit `shift` of the bytes from `codes` on, and the whole bytes of their fields."""
+    found = convert_like((load(body, codes, LANES) >> shift) & ESCAPED, chunk)
+    values = select(found != 0, found + base, found) << form[1]
+    for byte in range((1 + form[1]) >> 3):
+        signed = convert_like(load(body, fields + byte * size, LANES), chunk) << (8 * byte)
+        values = values | _placed(signed, form)
+    return values
 
 
 @kernel
 def _join(body, at, form, base, chunk):
-    """Join the codes at body[at:] with the signs and mantissas in `chunk`."""
-    half = (chunk.size + 1) >> 1
+    """Fill the chunk from the codes at body[at:] and the fields after them; return whether padding is 0."""
+    size, whole = chunk.size, (1 + form[1]) >> 3
+    half = (size + 1) >> 1
+    fields = at + half
     for i in range(0, half, LANES):
-        store_until(chunk, i, half, _joined(body, at + i, 0, chunk, i, form, base))
-    for i in range(half, chunk.size, LANES):
-        store(chunk, i, _joined(body, at + i - half, CODE_BITS, chunk, i, form, base))
+        low = _joined(body, at + i, 0, fields + i, size, chunk, form, base)
+        high = _joined(body, at + i, CODE_BITS, fields + half + i, size, chunk, form, base)
+        store_until(chunk, i, half, low)
+        store(chunk, half + i, high)
+    fields, shift = fields + whole * size, 8 * whole
+    for field in (4, 2, 1):
+        if (1 + form[1]) & field:
+            if not _join_field(body, fields, form, shift, field, chunk):
+                return False
+            fields += (size * field + 7) >> 3
+            shift += field
+    return True
 
 
 @kernel
-def _insert_escaped(body, at, first, end, form, base, chunk):
-    """Insert the exponents in body[first:end] where the codes at body[at:] are escaped; return whether all fit."""
+def _join_field(body, at, form, shift, field, chunk):
+    """Add a field of less than a byte, at body[at:], to the elements; return whether its padding is 0."""
+    size, per, mask = chunk.size, 8 // field, (1 << field) - 1
+    count = (size * field + 7) >> 3
+    for plane in range(per):
+        start, end = plane * count, min((plane + 1) * count, size)
+        for i in range(start, end, LANES):
+            found = convert_like((load(body, at + i - start, LANES) >> (plane * field)) & mask, chunk)
+            store_until(chunk, i, end, load(chunk, i, LANES) | _placed(found << shift, form))
+    for place in range(size, per * count):
+        plane = place // count
+        if (np.int64(body[at + place - plane * count]) >> (plane * field)) & mask != 0:
+            return False
+    return True
+
+
+@kernel
+def _insert_escaped(body, codes, first, end, form, base, chunk):
+    """Insert the exponents in body[first:end] where the codes at body[codes:] are escaped; return whether all fit."""
     _, mantissa, exponents, _, _, _ = form
     half = (chunk.size + 1) >> 1
     for plane in range(2):
-        for i in range(plane * half, half + plane * (chunk.size - half), LANES):
-            codes = load(body, at + i - plane * half, LANES) >> (CODE_BITS * plane)
-            escaped = mask_bits((codes & ESCAPED) == ESCAPED)
+        for i in range(0, half, LANES):
+            escaped = _escaped_at(body, codes, i, half, plane)
             while escaped != 0:
-                place = i + trailing_zeros(escaped)
+                place = plane * half + i + trailing_zeros(escaped)
                 escaped &= escaped - np.uint64(1)
-                if place >= half + plane * (chunk.size - half):
-                    break
-                if first == end:
+                if first == end or place >= chunk.size:
                     return False
                 found = np.int64(body[first])
                 if found == 0 or found >= exponents or 0 < found - base < ESCAPED:
@@ -230,9 +293,8 @@ def _unpack_chunk(body, at, end, form, chunk):
         return False
     if chunk.size & 1 and body[fields - 1] >> CODE_BITS != 0:
         return False
-    if not unpack_fields(body, fields, 1 + form[1], 0, chunk):
+    if not _join(body, codes, form, base, chunk):
         return False
-    _join(body, codes, form, base, chunk)
     return _insert_escaped(body, codes, escaped, end, form, base, chunk) and _base_of(chunk, form) == base
 
 

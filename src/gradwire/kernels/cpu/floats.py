@@ -12,13 +12,21 @@ from functools import partial
 import numpy as np
 
 from gradwire.kernels.cpu import streams
-from gradwire.kernels.cpu.chunk_counts import count_levels, mantissa_bytes, mean_of, symbols_of, turn_of
+from gradwire.kernels.cpu.chunk_counts import (
+    count_levels,
+    mantissa_bytes,
+    mean_and_largest,
+    mean_of,
+    symbols_of,
+    turn_of,
+)
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, as_writable
 from gradwire.kernels.cpu.fields import fields_bytes, pack_fields, unpack_fields
 from gradwire.kernels.cpu.lanes import convert, convert_like, mask_bits, popcount, select, splat
 from gradwire.kernels.cpu.parallel import run_all, shares
 from gradwire.kernels.cpu.partition import PITCH, gather_levels, keep, keep_by_level, spread
+from gradwire.kernels.cpu.reduce import count_nonfinite
 from gradwire.kernels.cpu.stored import LEAST_CHUNKS, load_chunk, pack_in_parts, put_word, store_chunk
 from gradwire.kernels.cpu.vector import load, store, store_until, u32
 from gradwire.kernels.float_format import (
@@ -98,14 +106,19 @@ def _pack_mantissas(x, form, counts, kind, kept, levels, out, at):
 
 
 @kernel
-def _pack(x, first, end, form, words, memory, out, at, most):
-    """Pack chunks `first` to `end` into out[at:most]; return where they end, or -1 if they do not fit."""
+def _pack(x, first, end, form, words, memory, out, at, most, nonfinite):
+    """Pack chunks `first` to `end` into out[at:most]; return where they end, or -1 if they do not fit.
+
+    Sets nonfinite[0] to 1 if one of the elements packed is not finite.
+    """
     symbols, kept, levels, buffers = memory
     lengths, counts = np.empty(STREAMS, np.int64), np.empty(LEVELS + 1, np.int64)
     for number in range(first, end):
         chunk = x[number * CHUNK : (number + 1) * CHUNK]
         stored = chunk.size * (form[0] >> 3)
-        mean = mean_of(chunk, form)
+        mean, largest = mean_and_largest(chunk, form)
+        if largest == form[2] - 1:
+            nonfinite[0] = 1
         symbols_of(chunk, form, mean, symbols, counts)
         streams.write_streams(symbols, chunk.size, words, buffers, lengths)
         kind, mantissas = mantissa_bytes(form, counts)
@@ -124,17 +137,18 @@ def _pack(x, first, end, form, words, memory, out, at, most):
     return at
 
 
-def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
+def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> tuple[int, bool]:
     form = format_of("pack_floats", x)
     expect_room("pack_floats", x, out)
     bits, chunks = as_writable(as_bits(x)), form.chunks(x.size)
-    start = TABLE_BYTES * chunks
-    most = x.nbytes - 1
+    nonfinite = np.zeros(1, np.uint8)
 
     def pack(part: range, at: int, most: int) -> int:
-        return int(_pack(bits, part.start, part.stop, tuple(form), code.words, _scratch.packing, out, at, most))
+        chosen = (bits, part.start, part.stop, tuple(form))
+        return int(_pack(*chosen, code.words, _scratch.packing, out, at, most, nonfinite))
 
-    return pack_in_parts(pack, chunks, CHUNK * x.itemsize, start, most, out)
+    length = pack_in_parts(pack, chunks, CHUNK * x.itemsize, TABLE_BYTES * chunks, x.nbytes - 1, out)
+    return length, not nonfinite[0] if length >= 0 else count_nonfinite(x) == 0
 
 
 # -- packed length ---------------------------------------------------------------------------------------------

@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.kernels.fixed_format import BELOW, CHUNK, CODE_BITS, ESCAPED, TABLE_BYTES, largest_base, unescaped_bytes
+from gradwire.kernels.fixed_format import (
+    BELOW,
+    CHUNK,
+    CODE_BITS,
+    ESCAPED,
+    PERIOD,
+    SAMPLED,
+    TABLE_BYTES,
+    largest_base,
+    unescaped_bytes,
+)
 from gradwire.kernels.float_format import FloatFormat, as_bits, field_bytes, format_of
 from gradwire.kernels.layout import expect_room
-from gradwire.kernels.reference.floats import exponents_of, mean_exponent, pack_fields, unpack_fields
+from gradwire.kernels.reference.floats import (
+    exponents_of,
+    mean_exponent,
+    pack_fields,
+    unpack_fields,
+    write_if_shorter,
+)
+from gradwire.kernels.reference.reduce import count_nonfinite
 
 
-def pack_fixed(x: np.ndarray, out: np.ndarray) -> int:
-    """Pack x into `out`, uint8; return the number of bytes written, or -1 if x does not become shorter.
-
-    `out` must hold as many bytes as x. Bytes past the returned length are unspecified.
-    """
+def pack_fixed(x: np.ndarray, out: np.ndarray) -> tuple[int, bool]:
+    """Pack x into `out`, uint8; see `pack_floats`."""
     form = format_of("pack_fixed", x)
     expect_room("pack_fixed", x, out)
     chunks = [_pack_chunk(as_bits(x[start : start + CHUNK]), form) for start in range(0, x.size, CHUNK)]
     packed = np.array([len(chunk) for chunk in chunks], "<u4").tobytes() + b"".join(chunks)
-    if len(packed) >= x.nbytes:
-        return -1
-    out[: len(packed)] = np.frombuffer(packed, np.uint8)
-    return len(packed)
+    return write_if_shorter(packed, x, out), count_nonfinite(x) == 0
 
 
 def unpack_fixed(body: np.ndarray, out: np.ndarray) -> bool:
@@ -51,12 +62,13 @@ def unpack_fixed(body: np.ndarray, out: np.ndarray) -> bool:
 
 def packs_shorter_fixed(x: np.ndarray) -> bool:
     """Whether `pack_fixed` shortens x."""
-    return pack_fixed(x, np.empty(x.nbytes, np.uint8)) >= 0
+    return pack_fixed(x, np.empty(x.nbytes, np.uint8))[0] >= 0
 
 
 def _pack_chunk(bits: np.ndarray, form: FloatFormat) -> bytes:
     exponents = exponents_of(bits, form)
-    base = max(0, min(mean_exponent(bits, form) - BELOW, largest_base(form)))
+    sample = bits[np.arange(bits.size) % PERIOD < SAMPLED]
+    base = max(0, min(mean_exponent(sample, form) - BELOW, largest_base(form)))
     above = exponents - base
     codes = np.where(exponents == 0, 0, np.where((above > 0) & (above < ESCAPED), above, ESCAPED))
     signs, mantissas = bits >> (form.bits - 1), bits & ((1 << form.mantissa) - 1)

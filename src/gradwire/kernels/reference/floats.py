@@ -26,6 +26,7 @@ from gradwire.kernels.float_format import (
 from gradwire.kernels.layout import ceil_div, expect_room, expect_size
 from gradwire.kernels.prefix_code import MAX_WORD_BITS, NUM_SYMBOLS, PrefixCode
 from gradwire.kernels.reference.bits import pack_bits, unpack_bits
+from gradwire.kernels.reference.reduce import count_nonfinite
 
 
 def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
@@ -37,16 +38,24 @@ def exponent_counts(x: np.ndarray, counts: np.ndarray) -> None:
         counts += np.bincount(symbols_of(bits, mean_exponent(bits, form), form), minlength=NUM_SYMBOLS)
 
 
-def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> int:
-    """Pack x into `out`, uint8; return the number of bytes written, or -1 if x does not become shorter.
+def pack_floats(x: np.ndarray, code: PrefixCode, out: np.ndarray) -> tuple[int, bool]:
+    """Pack x into `out`, uint8.
 
     `out` must hold as many bytes as x. Bytes past the returned length are unspecified.
+
+    Returns:
+        The number of bytes written, or -1 if x does not become shorter; and whether all of x is finite.
     """
     form = format_of("pack_floats", x)
     expect_room("pack_floats", x, out)
     chunks = [_pack_chunk(chunk, form, code) for chunk in chunks_of(x)]
     table = np.array([len(body) | kind << FORM_SHIFT for kind, body in chunks], "<u4").tobytes()
     packed = table + b"".join(body for _, body in chunks)
+    return write_if_shorter(packed, x, out), count_nonfinite(x) == 0
+
+
+def write_if_shorter(packed: bytes, x: np.ndarray, out: np.ndarray) -> int:
+    """Write `packed` to `out` and return its length, or return -1 if x is not longer."""
     if len(packed) >= x.nbytes:
         return -1
     out[: len(packed)] = np.frombuffer(packed, np.uint8)
@@ -80,7 +89,7 @@ def unpack_floats(body: np.ndarray, code: PrefixCode, out: np.ndarray) -> bool:
 
 def packs_shorter(x: np.ndarray, code: PrefixCode) -> bool:
     """Whether `pack_floats` shortens x."""
-    return pack_floats(x, code, np.empty(x.nbytes, np.uint8)) >= 0
+    return pack_floats(x, code, np.empty(x.nbytes, np.uint8))[0] >= 0
 
 
 def chunks_of(x: np.ndarray) -> list[np.ndarray]:

@@ -38,6 +38,7 @@ from gradwire.kernels.reference.floats import (
     pack_streams,
     symbols_of,
     unpack_streams,
+    write_if_shorter,
 )
 
 _LARGEST = np.finfo(np.float32).max
@@ -84,7 +85,7 @@ def round_floats(x: np.ndarray, margins: np.ndarray, most: int, out: np.ndarray)
 
 
 def pack_rounded(x: np.ndarray, margins: np.ndarray, most: int, code: PrefixCode, out: np.ndarray) -> int:
-    """Pack x, which `round_floats` has rounded, into `out`, uint8; see `pack_floats`."""
+    """Pack x, which `round_floats` has rounded, into `out`, uint8; return the bytes written, or -1 as `pack_floats`."""
     form = format_of("pack_rounded", x)
     expect_size("pack_rounded", "margins", margins, x.size)
     expect_room("pack_rounded", x, out)
@@ -92,10 +93,7 @@ def pack_rounded(x: np.ndarray, margins: np.ndarray, most: int, code: PrefixCode
     chunks = [_pack_chunk(as_bits(chunk), part, most, form, code) for chunk, part in pairs]
     table = np.array([len(body) | kind << FORM_SHIFT for kind, body in chunks], "<u4").tobytes()
     packed = table + b"".join(body for _, body in chunks)
-    if len(packed) >= x.nbytes:
-        return -1
-    out[: len(packed)] = np.frombuffer(packed, np.uint8)
-    return len(packed)
+    return write_if_shorter(packed, x, out)
 
 
 def unpack_rounded(body: np.ndarray, margins: np.ndarray, most: int, code: PrefixCode, out: np.ndarray) -> bool:
