@@ -113,6 +113,15 @@ def test_new_ranks_begin_without_residuals_and_with_everything_else() -> None:
     assert new["loss_scale"] == 8.0
 
 
+def test_the_same_ranks_keep_states_of_their_own() -> None:
+    states = job(2)
+    for rank, state in enumerate(states):
+        state["residuals"]["states"] = {"a": {"0:12": torch.full((4,), float(rank))}}  # of dragonn: of each rank
+    found = resize_state(states, 2)
+    assert [state["residuals"]["states"]["a"]["0:12"].tolist() for state in found] == [[0.0] * 4, [1.0] * 4]
+    assert all("states" not in state["residuals"] for state in resize_state(states[::-1], 2))
+
+
 def test_the_order_decides_which_ranks_stay() -> None:
     states = job(3)
     (state,) = resize_state([states[2], states[0], states[1]], 1)

@@ -1,6 +1,7 @@
 """The adapter for DistributedDataParallel.
 
 - `attach`, `handle`: the public call, and what it returns: averaging of buckets, report, state.
+- `gathered`: the states of all ranks in one document.
 - `hook_slot`, `wrappers`: the module's only communication hook; advice for modules that are not DDP.
 - `optimizers`, `optimizer_state`, `clipping`: whose step commits which residuals; what `gcomp` reads of optimizers.
 - `momentum`: the check that momentum is applied once.

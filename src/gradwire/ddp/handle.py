@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.spec import TensorSpec
+from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import slot_of
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.observe.metrics import Report
@@ -104,20 +105,44 @@ class Handle:
         seen = {"clipped": any(each.clipped for each in states), "common": all(each.common for each in states)}
         return state | seen | {"rates": [each.rates for each in states]}
 
+    def gather_state_dict(self, *, rank0_only: bool = False) -> Document:
+        """States of all ranks in one document, for a checkpoint in one file. Call it on every rank, between steps.
+
+        It loads with ``torch.load(..., weights_only=True)``, and `load_state_dict` takes it at any world size.
+
+        Args:
+            rank0_only: If true, only rank 0 returns the document, and other ranks return an empty dict.
+
+        On failure: raises a `SyncError` after ``SyncOptions.timeout`` for each 16 MiB of a rank's state. Residuals do
+            not change.
+        """
+        return gather_states(self.state_dict(), self._group, self.synchronizer.timeout, rank0_only=rank0_only)
+
+    @property
+    def stateful(self) -> GatheredStateful:
+        """The states of all ranks for torch.distributed.checkpoint: ``dcp.save({"gradwire": handle.stateful})``.
+
+        A handle itself would save one rank's state. Each rank holds those of all ranks while it saves or loads.
+        """
+        return GatheredStateful(self.gather_state_dict, self.load_state_dict)
+
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from `state` bit for bit, under any bucket layout.
 
         Args:
-            state: The state that this rank saved. If the number of ranks has changed, a list of the states of all
-                ranks, in rank order. `gradwire.resize_state` explains how residuals are divided.
+            state: The state that this rank saved, or the document of `gather_state_dict`, or a list of the states of
+                all ranks, in rank order. The last two may be of another number of ranks: `gradwire.resize_state`
+                explains how residuals are divided.
         """
+        state = states_of(state)
         self.synchronizer.load_state_dict(state)
-        first = state if isinstance(state, Mapping) else state[0]
-        self._loss_scale = first.get("loss_scale")
+        if not isinstance(state, Mapping):
+            state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
+        self._loss_scale = state.get("loss_scale")
         for each in self._optimizers.states:
-            each.clipped = bool(first.get("clipped", False))
-            each.common = bool(first.get("common", True))
-        for each, rates in zip(self._optimizers.states, first.get("rates", ()), strict=False):
+            each.clipped = bool(state.get("clipped", False))
+            each.common = bool(state.get("common", True))
+        for each, rates in zip(self._optimizers.states, state.get("rates", ()), strict=False):
             each.rates = dict(rates)
         if self.autopilot is not None:
             self.autopilot.restart()

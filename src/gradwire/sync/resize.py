@@ -9,7 +9,8 @@ among themselves.
 Residuals are in units of the mean, so they are not rescaled. The sum over ranks and roles stays the same for each
 element. Later gradients are divided by the new number of ranks.
 
-States of compressors that are equal on all old ranks are kept. Others are dropped.
+States of compressors that are equal on all old ranks are kept. Others are dropped, unless the number of ranks and their
+order are the same: then each rank keeps its own, and resumes bit for bit.
 """
 
 # Shapes: V = ranks before, W = ranks after.
@@ -51,9 +52,10 @@ def resize_state(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
     _check(states, world_size)
     held = [Residuals() for _ in range(max(len(states), world_size))]
     common = common_states(state["residuals"].get("states", {}) for state in states)
+    same = [state["rank"] for state in states] == list(range(world_size))
     for rank, residuals in enumerate(held):
         own = states[rank]["residuals"] if rank < len(states) else {"version": states[0]["residuals"].get("version")}
-        residuals.load_state_dict({**own, "states": common}, _AnySpec())
+        residuals.load_state_dict(own if same else {**own, "states": common}, _AnySpec())
     for state in states[world_size:]:
         _distribute(state["residuals"], held[:world_size])
     return [
