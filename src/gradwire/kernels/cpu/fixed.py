@@ -74,23 +74,33 @@ def _unescaped_bytes(size, form):
 # -- packing ---------------------------------------------------------------------------------------------------
 
 
-@kernel
-def _pack_unescaped(chunk, form, base, out, at):
-    """Write all but the escaped exponents to out[at:]."""
-    size, whole = chunk.size, (1 + form[1]) >> 3
+@inlined
+def _pack_bytes(chunk, whole, form, base, out, at):
+    """Write codes and `whole` bytes of the fields. With `whole` as a constant, vectors stay in registers."""
+    size = chunk.size
     half = (size + 1) >> 1
-    out[at] = np.uint8(base)
-    codes, fields = at + 1, at + 1 + half
+    fields = at + half
     for i in range(0, half, LANES):
         low, high = load(chunk, i, LANES), load(chunk, half + i, LANES)
         both = _codes(chunk, low, form, base) | (_codes(chunk, high, form, base) << CODE_BITS)
-        store_until(out, codes + i, fields, convert(both, u8))
+        store_until(out, at + i, fields, convert(both, u8))
         low, high = _signed(low, form), _signed(high, form)
         for byte in range(whole):
             field = fields + byte * size
             store_until(out, field + i, field + half, convert(low >> (8 * byte), u8))
             store_until(out, field + half + i, field + size, convert(high >> (8 * byte), u8))
-    at, shift = fields + whole * size, 8 * whole
+
+
+@kernel
+def _pack_unescaped(chunk, form, base, out, at):
+    """Write all but the escaped exponents to out[at:]."""
+    size, whole = chunk.size, (1 + form[1]) >> 3
+    out[at] = np.uint8(base)
+    if whole == 1:
+        _pack_bytes(chunk, 1, form, base, out, at + 1)
+    else:
+        _pack_bytes(chunk, 3, form, base, out, at + 1)
+    at, shift = at + 1 + ((size + 1) >> 1) + whole * size, 8 * whole
     for field in (4, 2, 1):
         if (1 + form[1]) & field:
             at = _pack_field(chunk, form, shift, field, out, at)
@@ -213,28 +223,36 @@ def _placed(signed, form):
 
 
 @inlined
-def _joined(body, codes, shift, fields, size, chunk, form, base):
-    """Elements from their codes, at bit `shift` of the bytes from `codes` on, and the whole bytes of their fields."""
-    found = convert_like((load(body, codes, LANES) >> shift) & ESCAPED, chunk)
-    values = select(found != 0, found + base, found) << form[1]
-    for byte in range((1 + form[1]) >> 3):
+def _joined(body, codes, fields, size, whole, chunk, form, base):
+    """Elements from their codes and `whole` bytes of their fields, of which the next begins `size` bytes later."""
+    values = select(codes != 0, codes + base, codes) << form[1]
+    for byte in range(whole):
         signed = convert_like(load(body, fields + byte * size, LANES), chunk) << (8 * byte)
         values = values | _placed(signed, form)
     return values
+
+
+@inlined
+def _join_bytes(body, at, whole, form, base, chunk):
+    """Fill the chunk from codes and whole bytes. With `whole` as a constant, vectors stay in registers."""
+    size = chunk.size
+    half = (size + 1) >> 1
+    for i in range(0, half, LANES):
+        both, fields = convert_like(load(body, at + i, LANES), chunk), at + half + i
+        low = _joined(body, both & ESCAPED, fields, size, whole, chunk, form, base)
+        store_until(chunk, i, half, low)
+        store(chunk, half + i, _joined(body, both >> CODE_BITS, fields + half, size, whole, chunk, form, base))
 
 
 @kernel
 def _join(body, at, form, base, chunk):
     """Fill the chunk from the codes at body[at:] and the fields after them; return whether padding is 0."""
     size, whole = chunk.size, (1 + form[1]) >> 3
-    half = (size + 1) >> 1
-    fields = at + half
-    for i in range(0, half, LANES):
-        low = _joined(body, at + i, 0, fields + i, size, chunk, form, base)
-        high = _joined(body, at + i, CODE_BITS, fields + half + i, size, chunk, form, base)
-        store_until(chunk, i, half, low)
-        store(chunk, half + i, high)
-    fields, shift = fields + whole * size, 8 * whole
+    if whole == 1:
+        _join_bytes(body, at, 1, form, base, chunk)
+    else:
+        _join_bytes(body, at, 3, form, base, chunk)
+    fields, shift = at + ((size + 1) >> 1) + whole * size, 8 * whole
     for field in (4, 2, 1):
         if (1 + form[1]) & field:
             if not _join_field(body, fields, form, shift, field, chunk):
