@@ -20,7 +20,8 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``encode``, ``decode``, ``merge``, ``send``, ``recv``, ``submit``, ``done``, ``commit``, ``rollback``,
-            ``replica_check``, ``failure``, ``late`` (sent, but not counted), or ``norm_jump`` (of the rank `peer`).
+            ``replica_check``, ``replan``, ``wait`` (of a backward pass that has ended), ``failure``, ``late`` (sent,
+            but not counted), or ``norm_jump`` (of the rank `peer`).
         start: Seconds on the monotonic clock.
         duration: Duration in seconds; 0 for an instant.
         tensor: Name of the tensor or fusion group.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
+from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import slot_of
+from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
-from gradwire.observe.metrics import Report
-from gradwire.observe.trace import Trace
 from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.tuning.auto import Autopilot
 
 logger = logging.getLogger("gradwire")
 _ADVICE = "Create the DDP module again, or end the job and resume from a checkpoint."
 
 
-class Handle:
-    """An attached module, returned by `attach`.
+class Handle(ObservedHandle):
+    """An attached module, returned by `attach`. As a context manager it is detached at the end, also by an exception.
 
     Attributes:
         synchronizer: Synchronizer of the module's gradients.
@@ -51,8 +51,7 @@ class Handle:
         check_every: int,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.synchronizer = synchronizer
-        self.autopilot: Autopilot | None = None
+        super().__init__(synchronizer)
         self._optimizers = optimizers
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
@@ -77,20 +76,6 @@ class Handle:
         return f"<gradwire.Handle: {method}; rank {one.rank} of {one.world_size}; step {one.step}; {attached}>"
 
     # -- calls for users -------------------------------------------------------------------------------------
-
-    def report(self) -> Report:
-        """Bytes, ratios, times and residual norms of this rank, per tensor and in total. Prints as a table."""
-        if self.autopilot is not None:
-            self.autopilot.count_rested()
-        return self.synchronizer.report()
-
-    def trace(self, path: str | Path) -> Trace:
-        """Write a Chrome trace of synchronization, for ui.perfetto.dev, with one file per rank.
-
-        ``with handle.trace("trace.json"):`` around some steps writes ``trace.rank0.json``, ``trace.rank1.json`` and so
-        on. Without ``with``, call `close` of the returned trace.
-        """
-        return self.synchronizer.trace(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter name, step and seed of this rank: a plain dict of tensors and numbers.
@@ -155,7 +140,16 @@ class Handle:
         self._optimizers.close()
         self._abandoned.detach()
         self._buckets.clear()
+        self._end_logs()
         self.synchronizer.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket within your own communication hook (``register=False`` of `attach`).
@@ -170,6 +164,8 @@ class Handle:
     def on_bucket(self, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket. Called by the hook slot during backward."""
         first = self._is_first(bucket)
+        if first:
+            self._between_steps()
         if first and self.autopilot is not None:
             self._rests = self._may_rest() and self.autopilot.rests()
             if self._rests:
@@ -303,8 +299,10 @@ class Handle:
     def _end_backward(self) -> None:
         """Raise errors here. On a bucket's future they would surface as a cast error."""
         self._last_index = sys.maxsize
+        started = time.monotonic()
         with _advising():
             self.synchronizer.wait()
+        self.synchronizer.events.emit(Event("wait", started, time.monotonic() - started))
         if self.synchronizer.state_mismatch:
             self.synchronizer.state_mismatch = False
             self._optimizers.note_mismatch()

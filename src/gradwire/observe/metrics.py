@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gradwire.core.events import Event, EventStream
@@ -54,10 +54,14 @@ class Report:
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
-        steps: Number of steps since the module was attached.
+        steps: Number of steps since the module was attached, or of the interval.
         tensors: Metrics by tensor, fusion group or bucket.
         total: Metrics of all rows together.
         notes: Things that the user may not expect, as sentences that say what to do.
+        seconds: Time since the first of these steps began.
+        wait_seconds: Time in which a backward pass had ended and waited for gradwire to average its gradients.
+        link_seconds: Time in which frames to a peer were in transit, the mean over peers.
+        rollbacks: Number of steps that left no trace in the residuals, because they were not finite.
     """
 
     rank: int
@@ -66,6 +70,17 @@ class Report:
     tensors: dict[str, TensorMetrics]
     total: TensorMetrics = field(default_factory=TensorMetrics)
     notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    link_seconds: float = 0.0
+    rollbacks: int = 0
+
+    def since(self, earlier: Report) -> Report:
+        """Return a report of the time from `earlier` to this report. Residual norms are those of its end."""
+        rows = {name: _difference(row, earlier.tensors.get(name)) for name, row in self.tensors.items()}
+        rows = {name: row for name, row in rows.items() if row.syncs or row.sent_bytes or row.residual_norm}
+        sums = {name: getattr(self, name) - getattr(earlier, name) for name in _SUMS}
+        return replace(self, tensors=rows, total=_total(rows.values()), **sums)
 
     def as_dict(self) -> dict[str, Any]:
         rows = {name: asdict(row) | {"ratio": row.ratio} for name, row in self.tensors.items()}
@@ -103,6 +118,8 @@ class Metrics:
     def __init__(self, events: EventStream) -> None:
         self._tensors: dict[str, TensorMetrics] = {}
         self._row_of: dict[str, str] = {}  # by parameter name: the last row that it was part of
+        self._wait_seconds = 0.0
+        self._rollbacks = 0
         self._lock = threading.Lock()
         self.close = events.listen(self._on_event)
 
@@ -111,13 +128,18 @@ class Metrics:
         with self._lock:
             rows = {name: TensorMetrics(**asdict(row)) for name, row in self._tensors.items()}
             row_of = dict(self._row_of)
+            wait_seconds, rollbacks = self._wait_seconds, self._rollbacks
         for name, norm in residual_norms.items():
             row = rows.setdefault(row_of.get(name, name), TensorMetrics())
             row.residual_norm = math.hypot(row.residual_norm, norm)
-        return Report(rank, world_size, steps, rows, _total(rows.values()))
+        total = _total(rows.values())
+        return Report(rank, world_size, steps, rows, total, wait_seconds=wait_seconds, rollbacks=rollbacks)
 
     def _on_event(self, event: Event) -> None:
         if not event.tensor:
+            with self._lock:
+                self._wait_seconds += event.duration if event.kind == "wait" else 0.0
+                self._rollbacks += event.kind == "rollback"
             return
         with self._lock:
             if event.kind == "submit":
@@ -141,6 +163,17 @@ class Metrics:
             elif event.kind == "done":
                 known.syncs += event.detail.get("syncs", 1)
                 known.latency_seconds += event.duration
+
+
+_SUMS = ("steps", "seconds", "wait_seconds", "link_seconds", "rollbacks")
+
+
+def _difference(later: TensorMetrics, earlier: TensorMetrics | None) -> TensorMetrics:
+    if earlier is None:
+        return later
+    same = ("method", "elements", "residual_norm")
+    names = [each.name for each in fields(TensorMetrics) if each.name not in same]
+    return replace(later, **{name: getattr(later, name) - getattr(earlier, name) for name in names})
 
 
 def _total(rows: Iterable[TensorMetrics]) -> TensorMetrics:

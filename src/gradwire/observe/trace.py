@@ -7,6 +7,7 @@ process with these rows:
 - ``send``: handing frames to the transport.
 - ``recv from rank P``: received frames. Each starts when the frame before it arrived or when the rank began to wait for
   it, whichever is later. On a busy link, that is the transfer time.
+- ``wait``: from the end of a backward pass until its gradients are averaged.
 - ``tensor NAME``: from submission to the mean.
 
 Guarantees: events of a row never overlap. Memory does not grow, because events are written as they come. A file of a
@@ -83,6 +84,8 @@ class Trace:
                 self._complete(event, "send", f"send to {_peer_name(event.peer)}")
             elif event.kind == "recv":
                 self._complete(event, f"recv from {_peer_name(event.peer)}", event.detail.get("phase", event.kind))
+            elif event.kind == "wait":
+                self._complete(event, "wait", "wait for gradients")
             elif event.kind == "done":
                 self._complete(event, self._free_row(f"tensor {event.tensor}", event), event.tensor)
             else:
@@ -149,5 +152,5 @@ def path_of(path: str | Path, rank: int) -> Path:
 
 def _sort_index(row: str) -> int:
     """Return the position of a row: codec and link above tensors."""
-    kinds = ("step", "codec", "send", "recv", "tensor")
+    kinds = ("step", "wait", "codec", "send", "recv", "tensor")
     return kinds.index(row.split(" ", 1)[0])

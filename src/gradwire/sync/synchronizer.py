@@ -106,7 +106,8 @@ class Synchronizer(Peers):
         self._watch: NormWatch | None = None
         if options.watch_norms and self.world_size > 1:
             self._watch = NormWatch(options.watch_norms, self.rank, self.events)
-        self._num_steps = 0  # unlike `step`, does not continue from a loaded state
+        self._num_steps = 0
+        self._began: float | None = None  # when the first step did
         self._launcher: Launcher | None = None
         self._tensors = TensorRegistry(self.plan, self.world_size, self._nodes)
         self._addresses = {
@@ -153,6 +154,11 @@ class Synchronizer(Peers):
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Tensors that all ranks have agreed on, by name."""
         return self._tensors.specs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the synchronizer was created. Unlike `step`, it does not continue from a loaded state."""
+        return self._num_steps
 
     def register(self, specs: Mapping[str, TensorSpec]) -> None:
         """Agree with all ranks on tensors, in this order. `submit` does it for new names.
@@ -300,6 +306,7 @@ class Synchronizer(Peers):
 
     def count_step(self) -> None:
         """Count a step. `begin_step` does; call this instead for a step whose gradients others average."""
+        self._began = self._began or time.monotonic()
         self.step += 1
         self._num_steps += 1
 
@@ -340,6 +347,8 @@ class Synchronizer(Peers):
         """Bytes, ratios and times of this rank, per tensor and in total, since the synchronizer was created."""
         norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
+        report.seconds = 0.0 if self._began is None else time.monotonic() - self._began
+        report.link_seconds = self.link_busy_seconds() / max(1, self.world_size - 1)
         report.notes = self.plan.notes(self.tensors) + (self._watch.notes() if self._watch is not None else [])
         return report
 

@@ -63,6 +63,11 @@ class Decision:
     table: PlanTable
     costs: Costs
 
+    @property
+    def baseline(self) -> Candidate:
+        """What is in use while nothing has been chosen."""
+        return next(iter(self.predicted))
+
     def __str__(self) -> str:
         measured = "; ".join(f"{each.name} {seconds(value)}" for each, value in self.measured.items())
         predicted = "; ".join(f"{each.name} {seconds(value)}" for each, value in self.predicted.items())
