@@ -26,6 +26,8 @@ WAITS = {
     ("sync/synchronizer.py", "self.wait()"): OURS,
     ("ddp/handle.py", "self.synchronizer.wait()"): OURS,
     ("tuning/auto.py", "self._synchronizer.wait()"): OURS,
+    ("cli/checks/trial.py", "synchronizer.wait()"): OURS,
+    ("cli/checks/trial.py", "ThreadPoolExecutor(2)"): "two ranks, whose calls have limits",
     ("tuning/calibration.py", "self._synchronizer.wait()"): OURS,
     ("tuning/measure_link.py", "self._synchronizer.wait()"): OURS,
     ("parameter_server/client.py", "self.wait()"): JOB,

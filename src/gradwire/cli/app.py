@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 import gradwire
-from gradwire.cli import bench, check, compressors, demo, graph, lab, plan, probe, serve, show, simulate, tables
+from gradwire.cli import bench, check, compressors, demo, doctor, graph, lab, plan, probe, serve, show, simulate, tables
 
-COMMANDS = (demo, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
+COMMANDS = (demo, doctor, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
 """Modules of the commands, in the order of the help page."""
 
 

@@ -1,0 +1,162 @@
+"""Checks of what is installed: versions, the compilers of kernels, and the folders in which kernels are kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gradwire.cli.checks.finding import NOTE, OK, PROBLEM, Check, Finding
+
+REQUIRED = {"torch": (2, 4), "numpy": (1, 26), "numba": (0, 60), "google-crc32c": (1, 6)}
+"""Packages that every job needs, with their least versions."""
+OPTIONAL = {
+    "matplotlib": ("plots of reports", "pip install 'gradwire[report]'"),
+    "jinja2": ("HTML reports", "pip install 'gradwire[report]'"),
+    "triton": ("kernels on GPUs", "pip install 'gradwire[gpu]'"),
+}
+_LOW_DISK_BYTES = 1 << 30
+
+
+def versions() -> Iterator[Finding]:
+    """Versions of this package, of Python and the system, and of the packages that it needs."""
+    import gradwire
+
+    yield Finding(OK, "gradwire", f"{gradwire.__version__} in {Path(gradwire.__file__).parent}")
+    python = f"{platform.python_version()} at {sys.executable}"
+    yield Finding(OK, "Python", python)
+    yield Finding(
+        OK, "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {usable_cores()} cores"
+    )
+    for name, least in REQUIRED.items():
+        yield _required(name, least)
+    for name, (purpose, install) in OPTIONAL.items():
+        found = _version(name)
+        yield Finding(OK, name, found) if found else Finding(NOTE, name, f"Missing: no {purpose}.", f"{install}")
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torch_distributed() -> Iterator[Finding]:
+    """Whether torch can train in several processes, and on what."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Finding(PROBLEM, "torch.distributed", "This torch has none.", "Install a build of torch that has it.")
+        return
+    backends = [
+        name for name, found in (("Gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())) if found
+    ]
+    if backends:
+        yield Finding(OK, "torch.distributed", " and ".join(backends))
+    else:
+        yield Finding(PROBLEM, "torch.distributed", "Neither Gloo nor NCCL.", "Install a build of torch with Gloo.")
+    if torch.cuda.is_available():
+        names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+        yield Finding(OK, "GPUs", f"{torch.cuda.device_count()}: {', '.join(names)}")
+    else:
+        yield Finding(NOTE, "GPUs", "None that torch can use: models train on the CPU.")
+
+
+def checksums() -> Iterator[Finding]:
+    """Whether checksums of frames are computed by the processor's instruction."""
+    kind = str(import_module("google_crc32c").implementation)
+    if kind == "c":
+        yield Finding(OK, "checksums", "compiled")
+    else:
+        advice = "Install a wheel of google-crc32c for this platform: pip install --force-reinstall google-crc32c"
+        yield Finding(NOTE, "checksums", f"By Python ({kind}), which takes longer than the network.", advice)
+
+
+def compiler() -> Iterator[Finding]:
+    """Whether Numba can compile here. Compiles a small function, and loads a kernel of the package."""
+    import llvmlite.binding as llvm
+    import numba
+
+    started = time.perf_counter()
+
+    def add_one(x: int) -> int:
+        return x + 1
+
+    try:
+        compiled: Any = numba.njit(add_one)
+        assert compiled(1) == 2
+    except Exception as error:
+        yield Finding(
+            PROBLEM, "Numba", f"It cannot compile: {error}", "Reinstall it: pip install --force-reinstall numba"
+        )
+        return
+    llvm_version = ".".join(map(str, llvm.llvm_version_info))
+    host = llvm.get_host_cpu_name()
+    seconds = time.perf_counter() - started
+    yield Finding(OK, "Numba", f"compiles for {host} by LLVM {llvm_version}; a small function took {seconds:.1f} s")
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        yield Finding(PROBLEM, "NUMBA_DISABLE_JIT", "It is set: kernels would run as Python.", "Unset it.")
+
+
+def kernel_cache() -> Iterator[Finding]:
+    """Where compiled kernels are kept, and whether they can be."""
+    from gradwire.kernels.cpu import reduce
+    from gradwire.lang.cache import folder
+
+    dispatcher = next(each for each in vars(reduce).values() if hasattr(each, "_cache"))
+    places = {"compiled kernels": Path(dispatcher._cache.cache_path), "generated code": folder()}
+    for name, place in places.items():
+        size, count = _size(place)
+        text = f"{count} files, {size / 1e6:.1f} MB in {place}"
+        if not os.access(place if place.exists() else place.parent, os.W_OK):
+            advice = "Set NUMBA_CACHE_DIR and GRADWIRE_CACHE_DIR to folders that you can write to."
+            yield Finding(NOTE, name, f"{place} cannot be written, so each process compiles.", advice)
+        elif place.name.startswith("gradwire-"):
+            advice = "Set GRADWIRE_CACHE_DIR to a folder that you can write to."
+            yield Finding(NOTE, name, f"Kept for this process alone, in {place}.", advice)
+        else:
+            cold = "; kernels are compiled when they are first used" if count == 0 else ""
+            yield Finding(OK, name, text + cold)
+    free = shutil.disk_usage(folder()).free
+    if free < _LOW_DISK_BYTES:
+        yield Finding(NOTE, "disk", f"{free / 1e9:.1f} GB are free in {folder()}.", "Make room.")
+
+
+CHECKS: tuple[Check, ...] = (versions, torch_distributed, checksums, compiler, kernel_cache)
+
+
+def _required(name: str, least: tuple[int, ...]) -> Finding:
+    found = _version(name)
+    wanted = ".".join(map(str, least))
+    if found is None:
+        return Finding(PROBLEM, name, "Missing.", f"pip install '{name}>={wanted}'")
+    try:
+        import_module(name.replace("-", "_"))
+    except Exception as error:  # a shared library that does not load, and the like
+        return Finding(
+            PROBLEM, name, f"{found}, which cannot be imported: {error}", f"pip install --force-reinstall {name}"
+        )
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
+    if numbers < least:
+        return Finding(PROBLEM, name, f"{found} is older than {wanted}.", f"pip install '{name}>={wanted}'")
+    return Finding(OK, name, found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Bytes and number of files in a folder."""
+    sizes = [each.stat().st_size for each in os.scandir(folder) if each.is_file()] if folder.exists() else []
+    return sum(sizes), len(sizes)
