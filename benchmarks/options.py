@@ -19,18 +19,18 @@ Seconds = Annotated[float, typer.Option(help="About how long each method is time
 T = TypeVar("T", str, int, float)
 
 
-def listed(text: str, default: Sequence[str]) -> list[str]:
+def listed(text: str, default: Sequence[str], separator: str = ",") -> list[str]:
     """The values of a list with commas in between, or the default for an empty one."""
-    return [part.strip() for part in text.split(",") if part.strip()] or list(default)
+    return [part.strip() for part in text.split(separator) if part.strip()] or list(default)
 
 
-def choose(text: str, known: Sequence[T]) -> list[T]:
+def choose(text: str, known: Sequence[T], separator: str = ",") -> list[T]:
     """The chosen ones of known values: a list with commas in between, or all for an empty one.
 
     Raises:
         OptionError: One of them is unknown.
     """
-    found = [type(known[0])(part) for part in listed(text, ())] or list(known)
+    found = [type(known[0])(part) for part in listed(text, (), separator)] or list(known)
     if unknown := [each for each in found if each not in known]:
         raise OptionError(f"{unknown[0]!r} is not known here. Known: {', '.join(map(str, known))}.")
     return found

@@ -4,10 +4,12 @@ The rivals are installed with `pip install 'gradwire[bench]'`.
 
 One rank trains the text workload. The gradients are those of its matrices at steps 1, 8 and 32, each packed separately,
 as float32 and as in a 16-bit model: rounded, and in float16 multiplied by the largest loss scale that all of them
-allow, up to 65,536. `gcomp` uses the parameters and optimizer state of that step, rounded in the same way, and the
-guard for four ranks. A rate is bytes of gradient over wall time, in both directions. Rivals read and write bytes; ours
-read and write tensors, and are also timed with threads for their chunks. Every decoded tensor is compared with the
-original.
+allow, up to 65,536. `gcomp` sends what a rank of four does on a ring: its gradient divided by four, with the parameters
+and optimizer state of that step, rounded in the same way, with derived and with sent levels. A rate is bytes of
+gradient over wall time, in both directions. Rivals read and write bytes; ours read and write tensors, and are also
+timed with threads for their chunks. Every decoded tensor is compared with the original.
+
+Methods are parts of the record: `--methods` measures some, without the packages of the others.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,6 +28,8 @@ import torch
 import typer
 from torch import nn
 
+from benchmarks.keys import key_of
+from benchmarks.options import choose
 from gradwire.bench.extras import need
 from gradwire.bench.workloads import make_workload
 from gradwire.compressors import make
@@ -34,8 +38,12 @@ from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.ddp.optimizer_state import OptimizerState
 from gradwire.kernels.cpu.parallel import one_thread
 
+KEY, CHOICES = ("method",), ("methods",)
 STEPS = (1, 8, 32)
 RANKS = 4
+OURS = ("lossless", "lossless:code=fixed", "gcomp", "gcomp:levels=sent")
+THREADS = ", threads"
+METHODS = (*OURS, *(f"{name}{THREADS}" for name in OURS), "zlib -1", "zstd -1", "zstd -3", "ZipNN")
 # How much of an element `gcomp` may cut: of mantissas it keeps 5 bits, or 1; a subnormal float16 it may cut to nothing.
 MOST_CUT = {torch.float32: 1 / 32, torch.bfloat16: 1 / 2, torch.float16: 1.0}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -118,28 +126,32 @@ def _copied(aux: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def ours(name: str) -> Method:
-    codec = make(name)
+    """A compressor of gradwire. `gcomp` sends the gradient divided by the number of ranks, all others as it is."""
+    spec = name.removesuffix(THREADS)
+    codec = make(spec)
+    scale = 1.0 if codec.exact else 1 / RANKS
 
     def prepare(tensor: Tensor) -> tuple[torch.Tensor, Context, torch.Tensor]:
-        grad = tensor.grad
-        ctx = Context("w", world_size=RANKS, spec=TensorSpec.of(grad), aux=tensor.aux if name == "gcomp" else {})
+        grad, aux = tensor.grad, {} if codec.exact else tensor.aux
+        ctx = Context("w", world_size=RANKS, spec=TensorSpec.of(grad), aux=aux)
         return grad, ctx, torch.empty_like(grad)
 
     def check(prepared: Any, found: torch.Tensor) -> None:
-        grad = prepared[0]
+        grad = prepared[0] * scale
         off = (found.double() - grad.double()).abs()
         if (codec.exact and as_array(found).tobytes() != as_array(grad).tobytes()) or (
-            off > grad.double().abs() * MOST_CUT[grad.dtype]
+            off > grad.double().abs() * MOST_CUT[grad.dtype] * 1.001
         ).any():
             raise AssertionError(f"{name} gave another tensor")
 
     return Method(
         name,
         prepare,
-        lambda prepared: codec.encode(prepared[0], prepared[1]),
+        lambda prepared: codec.encode(prepared[0], prepared[1], scale=scale),
         lambda prepared, payload: codec.decode(payload, prepared[1], out=prepared[2]),
         lambda payload: payload.body.nbytes,
         check,
+        threads=name.endswith(THREADS),
     )
 
 
@@ -161,35 +173,36 @@ def rival(name: str, pack: Callable[[bytes, str], bytes], unpack: Callable[[byte
     )
 
 
-def methods() -> list[Method]:
-    """Ours, and the rivals that are asked for by name."""
-    need("zstandard", "zipnn", extra="bench", purpose="the rivals of lossless compression")
-    import zipnn
-    import zstandard
+def method_of(name: str) -> Method:
+    """The method of this name.
 
-    def zip_nn(dtype: str) -> Any:
-        return zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+    Raises:
+        MissingPackageError: It needs a package that is not installed.
+    """
+    if name.removesuffix(THREADS) in OURS:
+        return ours(name)
+    if name == "zlib -1":
+        return rival(name, lambda data, _: zlib.compress(data, 1), lambda data, _: zlib.decompress(data))
+    need("zipnn" if name == "ZipNN" else "zstandard", extra="bench", purpose="a rival of lossless compression")
+    if name == "ZipNN":
+        import zipnn
 
-    found = [ours("lossless"), ours("lossless:code=fixed"), ours("gcomp")]
-    found += [replace(method, name=f"{method.name}, threads", threads=True) for method in found]
-    for level in (1, 3):
-        found.append(
-            rival(
-                f"zstd -{level}",
-                lambda data, _, level=level: zstandard.ZstdCompressor(level).compress(data),
-                lambda data, _: zstandard.ZstdDecompressor().decompress(data),
-            )
-        )
-    found.append(rival("zlib -1", lambda data, _: zlib.compress(data, 1), lambda data, _: zlib.decompress(data)))
-    # It works in place on what it is given.
-    found.append(
-        rival(
-            "ZipNN",
+        def zip_nn(dtype: str) -> Any:
+            return zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+
+        return rival(  # it works in place on what it is given
+            name,
             lambda data, dtype: zip_nn(dtype).compress(bytearray(data)),
             lambda data, dtype: zip_nn(dtype).decompress(data),
         )
+    import zstandard
+
+    level = int(name.removeprefix("zstd -"))
+    return rival(
+        name,
+        lambda data, _: zstandard.ZstdCompressor(level).compress(data),
+        lambda data, _: zstandard.ZstdDecompressor().decompress(data),
     )
-    return found
 
 
 def measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[float, list[float], list[float]]:
@@ -214,17 +227,15 @@ def _measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[floa
     return sum(method.nbytes(data) for data in packed) / plain, encodes[1:], decodes[1:]
 
 
-def measured_all(repeats: int = 5, steps: tuple[int, ...] = STEPS) -> list[Figure]:
-    """Measure all methods on one thread. The first pass warms up."""
-    kernels_ready = make("lossless").encode(torch.ones(10), Context("w"))  # compiled before anything is timed
-    assert kernels_ready.body.nbytes > 0
+def measured_all(methods: Sequence[Method], repeats: int, steps: tuple[int, ...] = STEPS) -> list[Figure]:
+    """Measure methods on one thread. The first pass warms up."""
     found = []
     for optimizer in OPTIMIZERS:
         for step, tensors in recorded(optimizer, steps):
             for dtype in MOST_CUT:
                 rounded = cast(tensors, dtype)
                 plain = sum(tensor.grad.nbytes for tensor in rounded)
-                for method in methods():
+                for method in methods:
                     # Nothing but gcomp depends on the optimizer.
                     if "gcomp" not in method.name and optimizer != "its own":
                         continue
@@ -248,10 +259,16 @@ def figures(found: list[Figure], size: int) -> Iterator[dict[str, Any]]:
             yield {**fixed, "metric": way, "value": statistics.median(rates), "unit": "GB/s", **spread}
 
 
-def run(repeats: Annotated[int, typer.Option(help="Timed passes over all tensors.")] = 5) -> Iterator[dict[str, Any]]:
-    """All figures."""
+def run(
+    repeats: Annotated[int, typer.Option(help="Timed passes over all tensors.")] = 5,
+    methods: Annotated[str, typer.Option(help="Some of the methods, with semicolons in between.")] = "",
+    done: Set[tuple[str, ...]] = frozenset(),
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure each method that the record does not have."""
     size = sum(parameter.numel() for parameter in make_workload("text").model().parameters() if parameter.dim() > 1)
-    yield from figures(measured_all(repeats), size)
+    chosen = [name for name in choose(methods, METHODS, ";") if key_of({"method": name}, KEY) not in done]
+    found = list(figures(measured_all([method_of(name) for name in chosen], repeats), size))
+    yield from ([row for row in found if row["method"] == name] for name in chosen)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import zlib
 
 import pytest
 import torch
@@ -14,19 +13,19 @@ from gradwire.core.spec import ElementRange
 from gradwire.ddp.optimizer_state import OptimizerState
 
 
-def test_the_rivals_are_asked_for_by_the_extra_that_brings_them(monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["zstd -3", "ZipNN"])
+def test_the_rivals_are_asked_for_by_the_extra_that_brings_them(monkeypatch, name) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install 'gradwire\[bench\]'"):
-        lossless_rivals.methods()
+        lossless_rivals.method_of(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_figures_are_those_of_the_payloads_and_every_tensor_is_compared(dtype) -> None:
     tensors = [lossless_rivals.Tensor(torch.randn(size).to(dtype), {}) for size in (100, 3000)]
-    zlib_1 = lossless_rivals.rival(
-        "zlib", lambda data, _: zlib.compress(data, 1), lambda data, _: zlib.decompress(data)
-    )
-    for method in (lossless_rivals.ours("lossless"), lossless_rivals.ours("gcomp"), zlib_1):
+    for name in ("lossless", "gcomp", "gcomp:levels=sent, threads", "zlib -1"):
+        method = lossless_rivals.method_of(name)
+        assert method.threads == ("threads" in name)
         ratio, encodes, decodes = lossless_rivals.measured(method, tensors, repeats=2)
         assert 0.5 < ratio < 1
         assert len(encodes) == len(decodes) == 2
@@ -49,9 +48,10 @@ def test_a_model_of_16_bits_has_gradient_parameter_and_state_of_16_bits(dtype) -
     assert tensor.aux["loss_scale"] == scale
     assert torch.equal(tensor.grad, (grad * scale).to(dtype))
     rates = {
-        name: lossless_rivals.measured(lossless_rivals.ours(name), [tensor], 1)[0] for name in ("lossless", "gcomp")
+        name: lossless_rivals.measured(lossless_rivals.ours(name), [tensor], 1)[0] for name in lossless_rivals.OURS
     }
-    assert rates["gcomp"] < rates["lossless"] - 0.1  # the parameters are a million times as large
+    # The parameters are a million times as large.
+    assert rates["gcomp"] <= rates["gcomp:levels=sent"] < rates["lossless"] - 0.1
 
 
 def test_rows_have_ratio_and_both_rates() -> None:
@@ -59,3 +59,10 @@ def test_rows_have_ratio_and_both_rates() -> None:
     rows = list(lossless_rivals.figures(found, 10))
     assert [(row["metric"], row["value"]) for row in rows] == [("ratio", 0.84), ("encode", 2.0), ("decode", 5.0)]
     assert "lossless" in lossless_rivals.table(rows)
+
+
+def test_methods_that_the_record_has_are_not_measured_again(monkeypatch) -> None:
+    monkeypatch.setattr(lossless_rivals, "STEPS", (0,))
+    monkeypatch.setattr(lossless_rivals, "measured", lambda method, *_: (0.5, [1.0], [2.0]))
+    parts = list(lossless_rivals.run(methods="lossless;gcomp", done={("lossless",)}))
+    assert [{row["method"] for row in part} for part in parts] == [{"gcomp"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
-from gradwire.kernels.prefix_code import PrefixCode
+from gradwire.kernels.prefix_code import SERIAL_BYTES, PrefixCode
 from tests.contracts.compressor_cases import bits, context, heavy_tailed, normal, with_body
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -149,16 +150,48 @@ def at_step(step: int) -> Context:
 
 
 def test_zeros_keep_a_short_word_although_the_mean_has_none() -> None:
-    table = compressors.make("lossless", refresh=1).next_state(np.full(20_000, 3, np.float32), at_step(1))
-    assert PrefixCode.from_bytes(table.tobytes()).lengths[0] <= 4
+    state = compressors.make("lossless", refresh=1).next_state(np.full(20_000, 3, np.float32), at_step(1))
+    assert PrefixCode.from_bytes(state[SERIAL_BYTES:].tobytes()).lengths[0] <= 4
 
 
 @pytest.mark.parametrize("step", [0, 2, 3])
-def test_tables_are_made_at_the_steps_that_are_for_it(step: int) -> None:
+def test_candidates_are_made_at_the_steps_that_are_for_it(step: int) -> None:
     codec, mean = compressors.make("lossless", refresh=3), np.full(20_000, 3, np.float32)
     assert codec.next_state(mean, at_step(step)) is None
-    assert codec.next_state(mean, at_step(4)) is not None
+    assert codec.next_state(mean, at_step(4)).size == 2 * SERIAL_BYTES
     assert compressors.make("lossless", refresh=0).next_state(mean, at_step(1)) is None
+
+
+def payload_bytes(grad: torch.Tensor, state: np.ndarray | None) -> int:
+    return int(compressors.make("lossless").encode(grad, context(grad, state=state)).body.nbytes)
+
+
+def test_a_candidate_is_used_only_if_it_is_better_at_the_next_step_too() -> None:
+    codec, usual, odd = compressors.make("lossless"), normal(20_000), torch.full((20_000,), 3.0)
+    plain = payload_bytes(usual, None)
+    candidate = codec.next_state(odd.numpy(), at_step(1))
+    assert payload_bytes(odd, candidate) == payload_bytes(odd, None)  # not in use yet
+    kept = codec.next_state(usual.numpy(), replace(at_step(2), state=candidate))
+    assert kept.size == SERIAL_BYTES
+    assert payload_bytes(usual, kept) == plain
+    assert codec.next_state(usual.numpy(), replace(at_step(3), state=kept)) is None
+    used = codec.next_state(odd.numpy(), replace(at_step(2), state=candidate))
+    assert payload_bytes(odd, used) < 0.95 * payload_bytes(odd, None)
+
+
+def test_a_step_that_is_almost_all_zeros_decides_nothing() -> None:
+    codec = compressors.make("lossless")
+    candidate = codec.next_state(np.full(20_000, 3, np.float32), at_step(1))
+    assert codec.next_state(np.zeros(20_000, np.float32), replace(at_step(2), state=candidate)) is None
+
+
+def test_a_table_a_step() -> None:
+    codec, odd = compressors.make("lossless", refresh=1), torch.full((20_000,), 3.0)
+    first = codec.next_state(odd.numpy(), at_step(1))
+    second = codec.next_state(normal(20_000).numpy(), replace(at_step(2), state=first))  # the first one is no good
+    assert payload_bytes(odd, second) == payload_bytes(odd, None)
+    third = codec.next_state(odd.numpy(), replace(at_step(2), state=first))
+    assert third.size == SERIAL_BYTES  # nothing is better than the table in use
 
 
 @pytest.mark.parametrize("state", [np.zeros(129, np.uint8), np.zeros(4, np.uint8), np.ones(8, np.float32)])

@@ -2,14 +2,16 @@
 
 A ResNet-8 on CIFAR-10 and a transformer encoder with two layers on SST-2 are trained from scratch
 (`benchmarks.papers.gcomp.models`), with SGD with momentum and with AdamW. At every tenth step, the gradients of all
-matrices and convolutions, for a rank's batch of 32, are encoded as by one of four ranks.
+matrices and convolutions, for a rank's batch of 32, are encoded as by one of four ranks on a ring. Levels are derived
+where nothing else is said.
 
 - *Rates* (figure 9): payload bytes over those of float32, in total, of exponents, and of the rest.
 - *Levels* (figure 14): bytes of signs, mantissas and levels over those of float32, with one level (18 bits or none) and
   with four, with and without pruning of zeros.
 - *Tables* (figure 13a): bits per exponent, coded as in the paper (the exponent itself) and as in gradwire (its distance
   from the chunk's mean), with a table from before the training (in the paper of the first recorded step, here the
-  default) and with a new table every 50 steps.
+  default) and with new tables every 50 steps: the paper's of this rank's gradients, gradwire's of the mean of four
+  ranks, if they are better at the step after.
 - *Escape* (figure 12): bits per exponent of four gradients, each with codes made for each, with Huffman's code and with
   one of at most 11 bits and an escape. Each symbol counts once more, so that Huffman's code has a word for all.
 - *Decoding* (figure 13b): symbols per second, bit by bit with the tree, with one lookup per symbol, and as in gradwire.
@@ -32,6 +34,7 @@ from benchmarks.papers.gcomp import gradient_plots
 from benchmarks.papers.gcomp.decoding import decoding_rates
 from benchmarks.papers.gcomp.models import OPTIMIZERS, Training, trainings
 from gradwire.compressors import make
+from gradwire.compressors.lossless import Lossless
 from gradwire.compressors.support import exponent_prior
 from gradwire.compressors.support.gcomp_metric import guard
 from gradwire.core.context import Context
@@ -44,15 +47,21 @@ RANKS = 4
 EVERY, REFRESH = 10, 50
 LEAST_DECODED = 60_000
 CHOSEN = ("SGD, momentum", "AdamW")
+PACKINGS = {
+    "lossless": "lossless", "lossless, default table": "lossless", "gcomp": "gcomp", "gcomp, default table": "gcomp",
+    "gcomp, levels sent": "gcomp:levels=sent",
+}  # fmt: skip
 Figure = dict[str, Any]
+_LOSSLESS = Lossless()
 
 
 class Recorded(NamedTuple):
-    """A gradient, and the optimizer state for `gcomp`."""
+    """A gradient, the optimizer state for `gcomp`, and at steps that decide on tables the mean of all ranks."""
 
     name: str
     grad: torch.Tensor
     aux: dict[str, torch.Tensor]
+    mean: torch.Tensor | None
 
 
 def recorded(training: Training, optimizer: str, steps: int) -> Iterator[tuple[int, float, list[Recorded]]]:
@@ -62,19 +71,29 @@ def recorded(training: Training, optimizer: str, steps: int) -> Iterator[tuple[i
     made = OPTIMIZERS[optimizer](model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() > 1]
     state = OptimizerState(made, named)
-    for step in range(steps + 1):
-        inputs, targets = training.batch(0, step, 0)
+
+    def gradients(step: int, rank: int) -> tuple[float, list[torch.Tensor]]:
+        inputs, targets = training.batch(0, step, rank)
         made.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        if step % EVERY == 0:
+        return loss.item(), [parameter.grad.reshape(-1).clone() for _, parameter in named if parameter.grad is not None]
+
+    for step in range(steps + 1):
+        decides = step % REFRESH in (0, 1)
+        others = [gradients(step, rank)[1] for rank in range(1, RANKS)] if decides else []
+        loss, own = gradients(step, 0)
+        if decides or step % EVERY == 0:
+            means = (
+                [torch.stack(each).mean(0) for each in zip(own, *others, strict=True)] if decides else [None] * len(own)
+            )
+            found = zip(named, own, means, strict=True)
             yield (
                 step,
-                loss.item(),
+                loss,
                 [
-                    Recorded(name, parameter.grad.reshape(-1).clone(), state(name, ElementRange(0, parameter.numel())))
-                    for name, parameter in named
-                    if parameter.grad is not None
+                    Recorded(name, grad, state(name, ElementRange(0, grad.numel())), mean)
+                    for (name, _), grad, mean in found
                 ],
             )
         made.step()
@@ -147,20 +166,19 @@ def mantissa_bytes(found: Levels, several: bool, pruned: bool) -> float:
 def step_figures(step: int, loss: float, found: list[Recorded], codes: Codes) -> Iterator[Figure]:
     """All figures that are recorded by step."""
     plain, size = sum(each.grad.nbytes for each in found), sum(each.grad.numel() for each in found)
-    packed = dict.fromkeys(("lossless", "gcomp", "gcomp, default table"), 0)
+    packed = dict.fromkeys(PACKINGS, 0)
     exponents = dict.fromkeys(("paper, static", "paper, dynamic", "gradwire, static", "gradwire, dynamic"), 0.0)
     mantissas: dict[str, float] = {}
     symbols = 0.0
     for each in found:
         table = codes.tables.get(each.name)
-        for method, aux in (("lossless", {}), ("gcomp", each.aux), ("gcomp, default table", each.aux)):
-            state = None if method.endswith("table") else table
+        for method, spec in PACKINGS.items():
+            state, aux = None if method.endswith("table") else table, each.aux if "gcomp" in spec else {}
             ctx = Context(each.name, world_size=RANKS, spec=TensorSpec.of(each.grad), aux=aux, state=state)
-            codec = make(method.split(",")[0])
-            packed[method] += codec.encode(each.grad, ctx, scale=1 / RANKS).body.nbytes
+            packed[method] += make(spec).encode(each.grad, ctx, scale=1 / RANKS).body.nbytes
         own, raw = counts_of(each.grad), exponents_of(each.grad)
         prior = exponent_prior.code(torch.float32)
-        fresh = prior if table is None else PrefixCode.from_bytes(table.tobytes())
+        fresh = _LOSSLESS.code(torch.float32, table)
         symbols += coded_bits(fresh, own)
         exponents["gradwire, static"] += coded_bits(prior, own)
         exponents["gradwire, dynamic"] += coded_bits(fresh, own)
@@ -193,12 +211,18 @@ class Codes:
         self.first = self.now = self._of_all(found)
         self.tables: dict[str, np.ndarray] = {}
 
-    def refresh(self, found: list[Recorded]) -> None:
-        self.now = self._of_all(found)
+    def after(self, step: int, found: list[Recorded]) -> None:
+        """The tables after a step, as `lossless` finds them."""
+        if step % REFRESH == 0:
+            self.now = self._of_all(found)
         for each in found:
-            counts = counts_of(each.grad)
-            counts[0] = max(int(counts[0]), int(counts.sum()) // 16)
-            self.tables[each.name] = np.frombuffer(PrefixCode.of(counts).to_bytes(), np.uint8)
+            if each.mean is None:
+                continue
+            state = self.tables.get(each.name)
+            ctx = Context(each.name, step=step + 1, spec=TensorSpec.of(each.mean), state=state)
+            table = _LOSSLESS.next_state(each.mean.numpy(), ctx)
+            if table is not None:
+                self.tables[each.name] = table
 
     @staticmethod
     def _of_all(found: list[Recorded]) -> PrefixCode:
@@ -227,10 +251,10 @@ def figures_of(training: Training, steps: int) -> Iterator[Figure]:
         codes: Codes | None = None
         for step, loss, found in recorded(training, optimizer, steps):
             codes = codes or Codes(found)
-            for figure in step_figures(step, loss, found, codes):
-                yield {**figure, "workload": training.name, "optimizer": optimizer, "step": step}
-            if step % REFRESH == 0:
-                codes.refresh(found)
+            if step % EVERY == 0:
+                for figure in step_figures(step, loss, found, codes):
+                    yield {**figure, "workload": training.name, "optimizer": optimizer, "step": step}
+            codes.after(step, found)
             if optimizer == "AdamW" and step in (0, steps):
                 ordered = sorted(found, key=lambda each: float(each.grad.abs().mean()))
                 for half in (ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]):

@@ -167,7 +167,7 @@ def run(
     """Train with each method, seed by seed."""
     both = trainings(cifar10, sst2, BATCH)
     for seed in choose(seeds, SEEDS):
-        for optimizer in optimizers.split(";") if optimizers else CHOSEN:
+        for optimizer in choose(optimizers, CHOSEN, ";"):
             for training in both:
                 where = {"workload": training.name, "optimizer": optimizer, "seed": seed}
                 if key_of(where, KEY) not in done:

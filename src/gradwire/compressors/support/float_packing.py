@@ -8,10 +8,11 @@ always stored.
 Each tensor gets a table of its own. Every `refresh` steps, the exponents of its averaged gradient are counted. All
 ranks hold the same bits, so all find the same table, and nothing is sent; payloads carry the number of their
 table. A rank's own gradient may have more zeros than the average, so zero keeps a share of at least `SHARE_OF_ZERO`. A
-new table that is hardly better than the present one is not used, nor is one of a gradient that is almost all zeros.
+new table is only a candidate, which the state holds after the table in use: it replaces that if it is clearly better on
+the average of the next step, too. A gradient that is almost all zeros yields no candidate.
 
 Source: GCOMP (SoCC 2024), sections 4 and 6; section 4.4 for new tables. Differences: a table per tensor, without an
-exchange between ranks; the differences of `kernels.float_format` and `kernels.prefix_code`.
+exchange between ranks, and judged on another step than the one that it was made from; the differences of `kernels.float_format` and `kernels.prefix_code`.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -48,7 +49,7 @@ MAGIC = 0x4347
 STORED = 0
 SHARE_OF_ZERO = 1 / 16
 LEAST_COUNTED = 1024  # exponents of nonzero elements that a table needs
-MIN_GAIN_BITS = 0.05  # per element; the best prefix code may be as far from the entropy
+MIN_GAIN_BITS = 0.02  # per element
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ class FloatPacking(NoCompression, StatefulCompressor):
 
     def code(self, dtype: torch.dtype, state: np.ndarray | None = None) -> PrefixCode:
         """Prefix code of a state that is a table; otherwise the initial one of an element type."""
-        if state is not None and state.dtype == np.uint8:
-            with contextlib.suppress(PayloadError):
-                return code_of_bytes(state.tobytes())
+        return _table_in(state, 0) or self._initial_code(dtype)
+
+    def _initial_code(self, dtype: torch.dtype) -> PrefixCode:
         return code_of_bytes(bytes.fromhex(self.table)) if self.table else exponent_prior.code(dtype)
 
     def packing(self, dtype: torch.dtype, state: np.ndarray | None) -> Packing:
@@ -125,12 +126,15 @@ class FloatPacking(NoCompression, StatefulCompressor):
         return Packing.prefix(self.code(dtype, state))
 
     def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
-        """Table of the averaged gradient, every `refresh` steps."""
-        if not self.refresh or (ctx.step - 1) % self.refresh or source.dtype not in FORMATS or ctx.spec is None:
+        """Table in use, and the candidate that every `refresh` steps is made from the averaged gradient."""
+        if not self.refresh or source.dtype not in FORMATS or ctx.spec is None:
+            return None
+        is_due, candidate = (ctx.step - 1) % self.refresh == 0, _table_in(ctx.state, 1)
+        if not is_due and candidate is None:
             return None
         counts = np.zeros(NUM_SYMBOLS, np.int64)
         kernels.exponent_counts(source, counts)
-        return better_table(self.code(ctx.spec.dtype, ctx.state), counts)
+        return next_tables(self.code(ctx.spec.dtype, ctx.state), candidate, counts, is_due)
 
     # -- packing ---------------------------------------------------------------------------------------------
 
@@ -214,16 +218,42 @@ def _checked(table: object) -> str:
     return table
 
 
-def better_table(present: PrefixCode, counts: np.ndarray) -> np.ndarray | None:
-    """Table for these counts, uint8; None if the present one is nearly as good, or the counts are too few."""
+def next_tables(
+    present: PrefixCode, candidate: PrefixCode | None, counts: np.ndarray, is_due: bool
+) -> np.ndarray | None:
+    """The state after a step with these counts; None to keep the one before.
+
+    Args:
+        present: Table in use.
+        candidate: Table made from an earlier step, if there is one.
+        counts: Symbols of this step's averaged gradient, int64[257]. Zeros are increased.
+        is_due: Whether this step yields a candidate.
+    """
     if counts[1:].sum() < LEAST_COUNTED:
         return None
     counts[0] = max(int(counts[0]), int(counts.sum() * SHARE_OF_ZERO))
-    seen = counts[counts > 0]
-    entropy = float((seen * np.log2(counts.sum() / seen)).sum())
-    if _num_bits(present, counts) - entropy < MIN_GAIN_BITS * counts.sum():
+    if candidate is not None and _is_better(candidate, present, counts):
+        present = candidate
+    fresh = PrefixCode.of(counts) if is_due else None
+    if fresh is not None and not _is_better(fresh, present, counts):
+        fresh = None
+    if fresh is None and candidate is None:
         return None
-    return np.frombuffer(PrefixCode.of(counts).to_bytes(), np.uint8)
+    tables = present.to_bytes() + (fresh.to_bytes() if fresh is not None else b"")
+    return np.frombuffer(tables, np.uint8)
+
+
+def _table_in(state: np.ndarray | None, place: int) -> PrefixCode | None:
+    """The table in use (place 0) or the candidate (1), if the state is of tables and has one."""
+    if state is None or state.dtype != np.uint8 or state.size not in (SERIAL_BYTES, 2 * SERIAL_BYTES):
+        return None
+    with contextlib.suppress(PayloadError):
+        return code_of_bytes(state[place * SERIAL_BYTES : (place + 1) * SERIAL_BYTES].tobytes())
+    return None
+
+
+def _is_better(code: PrefixCode, other: PrefixCode, counts: np.ndarray) -> bool:
+    return _num_bits(other, counts) - _num_bits(code, counts) > MIN_GAIN_BITS * float(counts.sum())
 
 
 def _num_bits(code: PrefixCode, counts: np.ndarray) -> int:
