@@ -12,7 +12,8 @@ new table is only a candidate, which the state holds after the table in use: it 
 the average of the next step, too. A gradient that is almost all zeros yields no candidate.
 
 Source: GCOMP (SoCC 2024), sections 4 and 6; section 4.4 for new tables. Differences: a table per tensor, without an
-exchange between ranks, and judged on another step than the one that it was made from; the differences of `kernels.float_format` and `kernels.prefix_code`.
+exchange between ranks, and judged on another step than the one that it was made from; the differences of
+`kernels.float_format` and `kernels.prefix_code`.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
