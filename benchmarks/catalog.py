@@ -252,6 +252,14 @@ _GCOMP = (
         "gcomp-gradients", "What does each part of `gcomp` make of real gradients? (figures 9, 12, 13, 14)",
         "papers.gcomp.gradients", _TRAININGS,
     ),
+    Benchmark(
+        "gcomp-zeros", "What do embeddings and ReLUs without normalization gain by zeros? (figure 3b)",
+        "papers.gcomp.zeros", _TRAININGS, recorded=False,
+    ),
+    Benchmark(
+        "gcomp-model-codes", "What would codes from a model of the distribution gain over counted ones?",
+        "papers.gcomp.model_codes", _TRAININGS, recorded=False,
+    ),
     Benchmark("gcomp-payloads", "What does a rank send, with levels derived and sent?", "papers.gcomp.payloads"),
     Benchmark("allreduce", "How long does one all-reduce take, against Gloo? (figure 10)", "papers.gcomp.allreduce"),
     Benchmark(

@@ -10,12 +10,15 @@ import torch
 from benchmarks.papers.gcomp import gradients as gcomp_gradients
 from benchmarks.papers.gcomp import hops as gcomp_hops
 from benchmarks.papers.gcomp import loss as gcomp_loss
+from benchmarks.papers.gcomp import model_codes, scaling, zeros, zipped
 from benchmarks.papers.gcomp import moments as gcomp_moments
 from benchmarks.papers.gcomp.decoding import decoding_rates
 from benchmarks.papers.gcomp.gradients import Levels, mantissa_bytes, native_bits
 from benchmarks.papers.gcomp.models import Training, transformer
 from torch import nn
 
+from gradwire.core.context import Context
+from gradwire.core.spec import TensorSpec
 from gradwire.kernels.prefix_code import NUM_SYMBOLS
 
 
@@ -155,3 +158,64 @@ def test_limits_of_moments_by_hand() -> None:
     }
     for metric in gcomp_moments.METRICS:
         assert gcomp_moments.limits_of(metric, grad, aux, group) == pytest.approx(expected[metric], rel=1e-5)
+
+
+def test_zeros_are_half_of_the_rate_of_random_numbers() -> None:
+    values = {
+        share: {row["method"]: row["value"] for row in zeros.figures(zeros.made_up(share))} for share in (0.0, 0.5)
+    }
+    for found in values.values():
+        assert found["levels derived"] < found["levels sent"] < found["lossless"]
+    assert values[0.5]["none"] == pytest.approx(0.5, abs=0.01)
+    assert all(values[0.5][method] < 0.6 * values[0.0][method] for method in zeros.METHODS)
+
+
+def test_a_network_without_normalization_has_units_that_are_off() -> None:
+    def batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        return inputs, torch.arange(4)
+
+    (first, second) = zeros.recorded(Training("made up", zeros.vgg, batch), (1, 3))
+    assert (first[0], second[0]) == (1, 3)
+    shares = [row["value"] for row in zeros.figures(second[2]) if row["metric"] == "zeros"]
+    assert shares[0] > 0.2
+
+
+@pytest.mark.parametrize("shape", model_codes.SHAPES)
+def test_the_code_of_a_model_fits_numbers_of_its_distribution_alone(shape) -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.gamma(1 / shape, size=1 << 16) ** (1 / shape) * rng.choice([-1.0, 1.0], 1 << 16)).astype(np.float32)
+    for scale in (1.0, 1.3, 1e-20):
+        chunk = model_codes.Chunk(values * np.float32(scale))
+        bits = {each: chunk.modelled_bits(each, False) / values.size for each in model_codes.SHAPES}
+        entropy = chunk.entropy_bits() / values.size
+        assert entropy <= bits[shape] < entropy + 0.2
+        assert bits[shape] < min(bits.values()) + 0.01
+
+
+def test_bits_of_codes_with_zeros_counted() -> None:
+    grad = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    grad[torch.rand(40_000, generator=torch.Generator().manual_seed(1)) < 0.95] = 0
+    found = model_codes.bits_of([grad], [grad])
+    assert found["normal, zeros counted"] < 0.6 * found["normal"]
+    assert found["entropy of chunks"] <= min(found.values())
+    assert found["best shape"] <= found["normal"]
+
+
+def test_zipped_bytes_come_back() -> None:
+    codec = zipped.Zlib()
+    for grad in (torch.randn(3000, generator=torch.Generator().manual_seed(0)), torch.zeros(3000)):
+        ctx = Context("w", spec=TensorSpec.of(grad))
+        payload = codec.encode(grad, ctx)
+        assert payload.body.nbytes <= grad.nbytes + 8
+        assert torch.equal(codec.decode(payload, ctx), grad)
+
+
+def test_payloads_of_a_large_ring_are_longer_than_a_ranks_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(20_000, generator=generator))
+    state = scaling.OptimizerState(torch.optim.SGD([parameter], lr=1.0), [("w", parameter)])
+    aux = state("w", scaling.ElementRange(0, 20_000))
+    grads = [1e-3 * torch.randn(20_000, generator=generator) for _ in range(32)]
+    small, large = (scaling.ratio_of("gcomp", "ring", ranks, grads, aux) for ranks in (4, 32))
+    assert small < large < scaling.ratio_of("lossless", "ring", 32, grads, {})

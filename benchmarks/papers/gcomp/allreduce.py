@@ -4,7 +4,8 @@ Four hosts of the lab have one rank each. The gradients are those of the text wo
 after nine steps, each rank's from its own batch, with the optimizer state of that step. All are submitted at once, and
 the all-reduce ends when the last rank has all means: no backward pass hides it. Times are those of the slowest rank;
 load is the time of all its threads over wall time. `K blocks` divides a rank's share into K blocks, so that hops
-overlap with encoding.
+overlap with encoding. zlib and zstd (`pip install 'gradwire[bench]'`) travel on the same ring as `lossless`, each at
+its fastest level.
 
 All ranks share the cores of the machine. With two cores, the codecs of four ranks wait for each other, unlike on a
 cluster.
@@ -25,6 +26,8 @@ from torch import nn
 
 from benchmarks import ranks as processes
 from benchmarks.options import Rates, listed
+from benchmarks.papers.gcomp import zipped
+from gradwire.bench.extras import need
 from gradwire.bench.workloads import make_workload
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.optimizer_state import OptimizerState
@@ -38,6 +41,7 @@ RANKS, TRAINED, REPEATS = 4, 9, 5
 WAYS = (
     ("none", "ring", 1), ("fp16", "ring", 1),
     ("lossless", "ring", 1), ("lossless", "ring", 4), ("lossless", "scatter_reduce", 1),
+    ("lossless:code=fixed", "ring", 1), ("zstd1", "ring", 1), ("zlib1", "ring", 1),
     ("gcomp", "ring", 1), ("gcomp", "ring", 4), ("gcomp", "scatter_reduce", 1),
 )  # fmt: skip
 """Method, strategy, and blocks of each rank's share."""
@@ -87,6 +91,7 @@ def timed(prepare: Callable[[], Call]) -> dict[str, list[float]]:
 
 def work() -> None:
     """What each host runs. Rank 0 prints the measurements."""
+    zipped.add()
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -141,9 +146,10 @@ def figures(rate: str, size: int, found: dict[str, dict[str, Any]]) -> Iterator[
 
 def run(rates: Rates = "") -> Iterator[Row]:
     """Run at all rates."""
+    need("zstandard", extra="bench", purpose="a rival of lossless compression")
     for rate in listed(rates, RATES):
         with Lab(RANKS, rate) as lab:
-            result = lab.run(processes.command(__name__, "work"), timeout=170).check()
+            result = lab.run(processes.command(__name__, "work"), timeout=300).check()
         (said,) = processes.said(result)
         yield from figures(rate, **said)
 

@@ -2,10 +2,11 @@
 
 A ResNet-8 has trained for 60 steps on CIFAR-10. At the next step, each rank has a gradient of its own batch of 8
 images. The gradients are averaged on a ring (each hop decodes, adds and encodes again, W encodes on the path of an
-element) and with scatter-reduce (W − 1 encodes of gradients, one of the mean), and the optimizer steps. The reference
-is the same in float64 without cuts. The error of a parameter is its distance from the reference in units of 2^-23 of
-itself, the last bit of its mantissa: in float64 due to cuts alone, and in float32 with all roundings. Exact sums have
-roundings, too.
+element) and with scatter-reduce (W − 1 encodes of gradients, one of the mean, which may make half of the error), and
+the optimizer steps. Levels are derived. Bytes are those on the wire, where the last payload of an element travels W − 1
+times, each other one once. The reference is the same in float64 without cuts. The error of a parameter is its distance
+from the reference in units of 2^-23 of itself, the last bit of its mantissa: in float64 due to cuts alone, and in
+float32 with all roundings. Exact sums have roundings, too.
 
 Without the guard δ > W · 2ⁿ, each rank cuts as if it were alone.
 """
@@ -31,7 +32,8 @@ from gradwire.ddp.optimizer_state import OptimizerState
 RANKS = (2, 4, 8, 16, 32, 64, 128)
 STEPS, BATCH = 60, 8
 CHOSEN = ("SGD", "AdamW")
-Send = Callable[[int, torch.Tensor], torch.Tensor]
+Send = Callable[[int, torch.Tensor, bool], torch.Tensor]
+"""Sends values of a parameter, given by its index; true if it is the last encode of the path."""
 
 
 def updated(
@@ -74,28 +76,31 @@ class State:
         nn.functional.cross_entropy(self.model(inputs), targets).backward()
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
 
-    def sent(self, index: int, values: torch.Tensor, encodes: int) -> torch.Tensor:
-        """Encode and decode the gradient of one parameter, with the guard for `encodes` encodes."""
+    def sent(self, index: int, values: torch.Tensor, is_last: bool, path: str, ranks: int, guard: bool) -> torch.Tensor:
+        """Encode and decode the gradient of one parameter."""
         aux = self.slices(self.named[index][0], ElementRange(0, values.numel()))
-        ctx = Context("w", world_size=encodes, spec=TensorSpec((values.numel(),)), aux=aux)
+        share = (0.5 if is_last else 0.5 / (ranks - 1)) if path == "scatter_reduce" else 1 / ranks
+        spec = TensorSpec((values.numel(),))
+        ctx = Context("w", world_size=ranks, spec=spec, aux=aux, error_share=share if guard else 1.0)
         payload = self.codec.encode(values.reshape(-1), ctx)
-        self.nbytes, self.plain = self.nbytes + payload.body.nbytes, self.plain + values.nbytes
+        times = ranks - 1 if is_last else 1
+        self.nbytes, self.plain = self.nbytes + times * payload.body.nbytes, self.plain + times * values.nbytes
         return self.codec.decode(payload, ctx).view(values.shape)
 
     def mean(self, path: str, ranks: int, send: Send) -> list[torch.Tensor]:
         """Mean of all ranks' gradients, as ranks receive it."""
         found = []
         for index in range(len(self.named)):
-            own = [self.grads[rank][index] * (1 / ranks) for rank in range(ranks)]
+            first, *others = [self.grads[rank][index] * (1 / ranks) for rank in range(ranks)]
             if path == "ring":
-                total = send(index, own[0])
-                for grad in own[1:]:
-                    total = send(index, total + grad)
+                total = send(index, first, False)
+                for number, grad in enumerate(others, start=2):
+                    total = send(index, total + grad, number == ranks)
             else:
-                total = own[0]
-                for grad in own[1:]:
-                    total = total + send(index, grad)
-                total = send(index, total)
+                total = first
+                for grad in others:
+                    total = total + send(index, grad, False)
+                total = send(index, total, True)
             found.append(total)
         return found
 
@@ -108,13 +113,13 @@ def cut_alone(state: State, path: str, ranks: int, send: Send) -> list[torch.Ten
     """The exact mean in float64 minus everything cut on the way."""
     lost = [torch.zeros(parameter.shape, dtype=torch.float64) for _, parameter in state.named]
 
-    def counting(index: int, values: torch.Tensor) -> torch.Tensor:
-        arrived = send(index, values)
+    def counting(index: int, values: torch.Tensor, is_last: bool) -> torch.Tensor:
+        arrived = send(index, values, is_last)
         lost[index] += arrived.double() - values.double()
         return arrived
 
     state.mean(path, ranks, counting)
-    exact = state.mean(path, ranks, lambda _, values: values.double())
+    exact = state.mean(path, ranks, lambda _, values, __: values.double())
     return [mean + each for mean, each in zip(exact, lost, strict=True)]
 
 
@@ -125,11 +130,11 @@ def run(cifar10: Cifar10) -> Iterator[dict[str, Any]]:
         theta = torch.cat([parameter.detach().reshape(-1) for _, parameter in state.named]).double().abs()
         for ranks in RANKS:
             for path in ("ring", "scatter_reduce"):
-                right = state.updated(state.mean(path, ranks, lambda _, values: values.double()), torch.float64)
+                right = state.updated(state.mean(path, ranks, lambda _, values, __: values.double()), torch.float64)
                 sends: dict[str, Send] = {
-                    "exact": lambda _, values: values,
-                    "gcomp": partial(state.sent, encodes=ranks),
-                    "without the guard": partial(state.sent, encodes=1),
+                    "exact": lambda _, values, __: values,
+                    "gcomp": partial(state.sent, path=path, ranks=ranks, guard=True),
+                    "without the guard": partial(state.sent, path=path, ranks=ranks, guard=False),
                 }
                 for method, send in sends.items():
                     state.nbytes = state.plain = 0
