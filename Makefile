@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 # The environment of this repository is pinned to one torch; the package itself takes a range.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
+# The training frameworks have an environment of their own: they are large, and bring versions of what others need.
+TRAINERS ?= .venv-trainers
 HOURS ?= 1
 RUNS ?= 200
 SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci test-peer test-long test-repeat soak lint format bench golden clean help
+.PHONY: demo test ci test-trainers test-peer test-long test-repeat soak lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -27,6 +29,10 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m ci
 	$(BIN)/python -m tests.fuzz --cases 2000
 	$(BIN)/python -m tests.schedules --schedules 500
+	$(MAKE) test-trainers
+
+test-trainers: $(TRAINERS)/.installed ## the examples, and gradwire.trainers with the real accelerate, transformers and lightning
+	$(TRAINERS)/bin/python -m pytest -q -m frameworks tests/trainers
 
 test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
 	$(BIN)/python -m tests.peer
@@ -64,10 +70,16 @@ golden: $(STAMP) ## rewrite the golden files, after a deliberate change of a for
 	$(BIN)/python -m tests.golden.update
 
 clean: ## remove the environment and what was built
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cli,report,test,dev]"
+	touch $@
+
+$(TRAINERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[trainers]" pytest pytest-timeout hypothesis scikit-learn
 	touch $@

@@ -56,12 +56,18 @@ def _no_atheris() -> str | None:
     return None if found else "Expected the package atheris, which exists for Linux on x86-64 and Python 3.11 to 3.13."
 
 
+def _no_frameworks() -> str | None:
+    missing = [name for name in ("accelerate", "transformers", "lightning") if importlib.util.find_spec(name) is None]
+    return f"Expected {', '.join(missing)}. Run `make test-trainers`." if missing else None
+
+
 NEEDS: dict[str, Callable[[], str | None]] = {
     "root": functools.cache(_no_lab),
     "loss": functools.cache(_no_loss),
     "gpu": functools.cache(_no_gpu),
     "atheris": functools.cache(_no_atheris),
     "bpf": functools.cache(_no_bpf),
+    "frameworks": functools.cache(_no_frameworks),
 }
 """Why tests with a marker cannot run on this machine, or None if they can."""
 

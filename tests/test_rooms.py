@@ -50,10 +50,14 @@ def test_a_circle_through_a_function_and_type_checking_is_found(tmp_path: Path) 
     assert set(cycle(modules(tmp_path))) == {"one", "two"}
 
 
+PER_FRAMEWORK = {"GradwireCallback"}
+"""Names that users of different frameworks look for. A script has one framework."""
+
+
 def test_no_class_name_is_used_twice() -> None:
     places = defaultdict(list)
     for name, path in modules(SRC).items():
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in PER_FRAMEWORK:
                 places[node.name].append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradwire import trainers as trainers
     from gradwire.aggregator.service import Aggregator as Aggregator
     from gradwire.compressors.base import Compressor as Compressor
     from gradwire.compressors.base.decorator import compressor as compressor
@@ -61,12 +62,14 @@ _HOMES = {
 _REGISTERED = ("gradwire.aggregator.strategy",)
 """Modules that register a strategy. They are loaded before a plan can name it."""
 
-__all__ = sorted([*_HOMES, "errors"])
+_MODULES = {"errors": "gradwire.core.errors", "trainers": "gradwire.trainers"}
+
+__all__ = sorted([*_HOMES, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("gradwire.core.errors")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         if name in ("Plan", "Synchronizer"):
             for module in _REGISTERED:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from gradwire.core.errors import GradwireError
-
-
-class MissingPackageError(GradwireError, ImportError):
-    """A package of an extra is not installed. The message has the command to install it."""
+from gradwire.core.errors import MissingPackageError as MissingPackageError
 
 
 def need(*packages: str, extra: str, purpose: str) -> None:

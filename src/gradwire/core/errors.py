@@ -104,6 +104,10 @@ class RightsError(GradwireError, PermissionError):
     """The system denies a permission that a tool needs. The message says which, and how to get it."""
 
 
+class MissingPackageError(GradwireError, ImportError):
+    """A package that a tool or a framework's module needs is missing or too old. The message says what to install."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to `name`, ignoring case and the spelling of digits; None if none is close."""
     spelled = {_spelled(each): each for each in known}

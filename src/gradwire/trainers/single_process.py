@@ -1,0 +1,102 @@
+"""Attaching where there may be one process only, so that a script needs no condition.
+
+Where there are several, `attach` is `gradwire.attach`. A job of one process sends no gradients: its handle has the same
+calls for users and does nothing. It does keep the residuals of a checkpoint that several ranks have saved, and saves
+them again, so that they are not lost when the job goes on with several ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.core.spec import TensorSpec
+from gradwire.core.torch_private import uncompiled, uncompiled_name
+from gradwire.ddp.attach import attach
+from gradwire.ddp.gathered import GATHERED_VERSION, Document, GatheredStateful, states_of
+from gradwire.ddp.handle import Handle
+from gradwire.observe.metrics import Report
+from gradwire.sync.group import GroupInfo
+from gradwire.sync.plan import Method, Plan
+from gradwire.sync.synchronizer import Synchronizer
+
+logger = logging.getLogger("gradwire")
+
+
+class SingleProcessHandle:
+    """The handle of a job of one process: nothing is synchronized. For its calls, see `gradwire.Handle`.
+
+    Attributes:
+        synchronizer: A synchronizer of one rank, which keeps residuals that are loaded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in module.named_parameters()}
+        info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
+        self.synchronizer = Synchronizer(info, "none", tensors=tensors)
+
+    def __repr__(self) -> str:
+        return "<gradwire.trainers handle of a single process: nothing is compressed>"
+
+    def report(self) -> Report:
+        return self.synchronizer.report()
+
+    def scalars(self, since: str = "start") -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.synchronizer.state_dict()
+
+    def gather_state_dict(self, *, rank0_only: bool = False) -> Document:
+        return {"version": GATHERED_VERSION, "states": [self.state_dict()]}
+
+    @property
+    def stateful(self) -> GatheredStateful:
+        return GatheredStateful(self.gather_state_dict, self.load_state_dict)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        self.synchronizer.load_state_dict(states_of(state))
+
+    def detach(self) -> None:
+        self.synchronizer.close()
+
+
+AnyHandle = Handle | SingleProcessHandle
+
+
+def attach_unless_alone(
+    module: nn.Module,
+    method: Method | Mapping[str, Method] | Plan,
+    world_size: int,
+    *,
+    optimizer: object,
+    scaler: torch.amp.GradScaler | None,
+    **options: Any,
+) -> AnyHandle:
+    """Attach to a module that a framework has wrapped, or log that there is one process only.
+
+    Args:
+        module: What the framework calls in training.
+        method: As in `gradwire.attach`.
+        world_size: Number of processes that train.
+        optimizer: The framework's optimizer or optimizers, with its wrappers.
+        scaler: The framework's GradScaler. One that is disabled counts as none.
+        options: Further arguments of `gradwire.attach`.
+
+    Raises:
+        AttachError, UnknownNameError, OptionError: As `gradwire.attach`.
+    """
+    if world_size > 1:
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        return attach(module, method, optimizer=optimizer, scaler=enabled, **options)  # type: ignore[arg-type]
+    if not isinstance(method, Plan):
+        Plan(method)  # a wrong name is an error here, too
+    logger.info("There is one process only, so no gradients are sent, and gradwire does nothing.")
+    module = uncompiled(module)  # type: ignore[assignment]
+    wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    return SingleProcessHandle(module.module if wrapped else module)  # type: ignore[arg-type]

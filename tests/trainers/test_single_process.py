@@ -1,0 +1,54 @@
+"""One process: nothing is sent, and what ranks have held is kept."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from gradwire.core.spec import ElementRange
+from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.sync.resize import resize_state
+from gradwire.trainers.single_process import SingleProcessHandle, attach_unless_alone
+
+
+def alone(method: str = "threelc") -> object:
+    return attach_unless_alone(nn.Linear(4, 2), method, 1, optimizer=None, scaler=None)
+
+
+def test_one_process_is_logged_and_every_call_works(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "gradwire"):
+        handle = alone()
+    assert [record.message for record in caplog.records] == [
+        "There is one process only, so no gradients are sent, and gradwire does nothing."
+    ]
+    assert isinstance(handle, SingleProcessHandle)
+    assert handle.report().total.sent_bytes == 0
+    assert handle.scalars() == {}
+    handle.stateful.load_state_dict(handle.stateful.state_dict())
+    handle.detach()
+
+
+def test_a_wrong_name_is_an_error_with_one_process_too() -> None:
+    with pytest.raises(gw.errors.UnknownNameError, match="threelc"):
+        alone("threelcc")
+
+
+def test_what_two_ranks_have_held_goes_through_one_process() -> None:
+    states = []
+    for rank in range(2):
+        residuals = Residuals()
+        residuals.add(ResidualKey("weight", ElementRange(0, 8)), torch.full((8,), rank + 1.0).numpy())
+        own = {"version": 2, "step": 9, "seed": 0, "rank": rank, "world_size": 2}
+        states.append({**own, "residuals": residuals.state_dict()})
+    handle = alone()
+    assert isinstance(handle, SingleProcessHandle)
+    handle.load_state_dict({"version": 1, "states": states})
+    again = resize_state(handle.gather_state_dict()["states"], 2)
+    sums = sum(values for state in again for values in state["residuals"]["local"].get("weight", {}).values())
+    assert isinstance(sums, torch.Tensor)
+    assert sums.tolist() == [3.0] * 8
+    assert [state["step"] for state in again] == [9, 9]
