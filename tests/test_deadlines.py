@@ -37,6 +37,9 @@ WAITS = {
     ("net/server.py", "socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)"): (
         "its acceptor makes it non-blocking"
     ),
+    ("observe/exposition.py", "socket.create_server(address, family=family, backlog=BACKLOG)"): (
+        "its acceptor makes it non-blocking"
+    ),
     ("net/address.py", "socket.socket(family, kind, protocol)"): "connects a datagram socket, which sends nothing",
     ("net/address.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for an address",
     ("lab/offload.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 
 import numpy as np
 import pytest
@@ -149,3 +151,62 @@ def test_workers_add_up_with_it():
             client.close()
         assert server.wait(30) == 0
         assert "All workers have finished." in server.stdout.read()
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """Numbers by name and labels."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for line in lines if line[0] != "#" for name, _, value in [line.rpartition(" ")]}
+
+
+def test_an_aggregator_says_its_counts_to_prometheus():
+    command = [sys.executable, "-m", "gradwire.cli", "serve", "--aggregate", "--udp", "--workers", "1", "--port", "0"]
+    with subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = re.search(r"at (.*:\d+)$", server.stdout.readline()).group(1)
+        url = re.search(r"Metrics at (http://127\.0\.0\.1:\d+/metrics)$", server.stdout.readline()).group(1)
+        before = metrics_of(url)
+        assert before["gradwire_workers"] == 1
+        assert before['gradwire_worker_present{worker="0"}'] == 0
+        client = AggregationClient(address, SessionConfig(1, (), (Stream(Operation.MAXIMUM, 50),)), 0)
+        client.submit(0, 0, np.ones(50, np.float32), np.empty(50, np.float32)).result(30)
+        found = metrics_of(url)
+        assert found['gradwire_worker_present{worker="0"}'] == 1
+        assert found["gradwire_sessions"] == 1
+        assert found['gradwire_packets_total{kind="taken",place="server"}'] == 1
+        assert found["gradwire_received_bytes_total"] > 0
+        assert not any('place="kernel"' in name for name in found)
+        client.close()
+        assert server.wait(30) == 0
+
+
+@pytest.mark.ci
+def test_a_parameter_server_says_its_counts_to_prometheus():
+    command = [sys.executable, "-m", "gradwire.cli", "serve", "--parameters", "--workers", "1", "--port", "0"]
+    with subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = re.search(r"at (.*:\d+)$", server.stdout.readline()).group(1)
+        url = re.search(r"Metrics at (.*)$", server.stdout.readline()).group(1)
+        model = torch.nn.Linear(4, 3)
+        optimizer, job = torch.optim.SGD(model.parameters(), lr=0.1), gw.JobOptions(worker=0, workers=1)
+        with gw.ParameterClient(model, optimizer, address, job=job) as client:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                client.step()
+            client.wait()
+            found = metrics_of(url)
+        assert found["gradwire_steps_total"] == 3
+        assert found["gradwire_parameters"] == 2
+        assert found["gradwire_steps_ahead"] == found["gradwire_pushes_waiting"] == 0
+        assert found['gradwire_worker_present{worker="0"}'] == 1
+        assert found["gradwire_sent_bytes_total"] > 0
+        assert server.wait(30) == 0
+
+
+def test_metrics_at_a_port_that_is_taken_are_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = serve("--aggregate", "--workers", "1", "--port", "0", "--metrics-port", port)
+    assert result.exit_code == 1
+    assert "Address already in use" in result.output

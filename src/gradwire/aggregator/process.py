@@ -19,6 +19,7 @@ import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +43,7 @@ from gradwire.aggregator.xdp.layout import Layout
 from gradwire.aggregator.xdp.seals import keys
 from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames
 from gradwire.core import threads
+from gradwire.core.counts import Count
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
 from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramReceiver, DatagramSender, DatagramSocket
@@ -53,6 +55,9 @@ MAX_EARLIER = 1024
 """Number of earlier sessions that are remembered."""
 _TURN_SECONDS = 0.25
 _DATAGRAMS_PER_READ = 64
+_PACKETS = (
+    "Packets of this session by what has happened to them, and by whether the kernel or the server has seen them."
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,35 @@ class AggregationServer(Server):
     @property
     def counters(self) -> PacketCounters:
         """What has happened to the packets of this session, and the number of all forged datagrams."""
-        counters = PacketCounters() if self._session is None else self._session.machine.total_counters()
+        session = self._session
+        return self._in_server(PacketCounters() if session is None else session.machine.total_counters())
+
+    def counts(self) -> list[Count]:
+        with self._changed:
+            session = self._session
+            in_server = PacketCounters() if session is None else session.machine.counters
+            places = {"server": self._in_server(in_server)}
+            if session is not None and session.kernel is not None:
+                places["kernel"] = session.kernel.counted()
+            oldest = None if session is None else session.machine.oldest_open()
+            num_sessions = len(self._earlier) + (session is not None)
+        waited = 0.0 if oldest is None else time.monotonic() - oldest.since
+        return [
+            *super().counts(),
+            Count("sessions", "Starts of the job that this server knows.", num_sessions),
+            Count("open_result_seconds", "Age of the oldest result that waits for a worker.", waited),
+            *(
+                Count("packets_total", _PACKETS, count, (("kind", kind), ("place", place)))
+                for place, counted in places.items()
+                for kind, count in vars(counted).items()
+            ),
+        ]
+
+    def _workers(self) -> tuple[Collection[int], Collection[int]]:
+        session = self._session
+        return ((), ()) if session is None else (set(session.present), set(session.finished))
+
+    def _in_server(self, counters: PacketCounters) -> PacketCounters:
         return replace(counters, forged=counters.forged + self._num_forged, replayed=self._num_replayed)
 
     def _open_datagrams(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +59,13 @@ def serve(
     trust_network: Annotated[
         bool, typer.Option("--trust-network", help="Checksums instead of keyed tags in packets; --xdp.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve metrics for Prometheus at this port; 0 for any free one."),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address for metrics, which anyone who reaches it can read; --metrics-port.")
+    ] = "127.0.0.1",
     key_file: Annotated[
         Path | None, typer.Option(help="File with the job key. Default: GRADWIRE_JOB_KEY_FILE.")
     ] = None,
@@ -79,7 +87,7 @@ def serve(
     SIGINT ends the job. SIGTERM ends it too, unless the server can be started again and continue. The exit code is then
     128 plus the number of the signal.
 
-    Example: gradwire serve --parameters --workers 4 --port 7070
+    Example: gradwire serve --parameters --workers 4 --port 7070 --metrics-port 9464
 
     Example: gradwire serve --aggregate --workers 4 --udp
 
@@ -91,6 +99,7 @@ def serve(
     from gradwire.net.address import parse_address
     from gradwire.net.server import Server, stopped_by_signals
     from gradwire.net.tls import TlsFiles
+    from gradwire.observe.exposition import MetricsServer
     from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
     from gradwire.parameter_server.shard import optimizer_class
 
@@ -117,27 +126,34 @@ def serve(
         "integrity": integrity, "tls": None if tls is None else TlsFiles(*tls),
         "timeout": timedelta(seconds=timeout), "patience": timedelta(seconds=patience),
     }  # fmt: skip
+    server: Server
     try:
-        server: Server
-        if parameters:
-            stall = timedelta(seconds=stall_timeout)
-            server = ParameterServer(
-                ParameterServerOptions(
-                    **common, stall_timeout=stall, state=state, fsync=fsync, optimizers=tuple(optimizer)
+        with contextlib.ExitStack() as stack:
+            metrics = None
+            if metrics_port is not None:  # first, because a server that does not run keeps its address
+                where = metrics_host, metrics_port
+                metrics = stack.enter_context(MetricsServer(where, lambda: server.counts()))
+            if parameters:
+                stall = timedelta(seconds=stall_timeout)
+                server = ParameterServer(
+                    ParameterServerOptions(
+                        **common, stall_timeout=stall, state=state, fsync=fsync, optimizers=tuple(optimizer)
+                    )
                 )
-            )
-        else:
-            group = parse_address(multicast) if multicast else None
-            guard = "crc32c" if trust_network else "siphash"
-            server = AggregationServer(
-                AggregationOptions(
-                    **common, udp=udp or bool(xdp), multicast=group, drop=drop,
-                    xdp=xdp or None, xdp_mode=xdp_mode, guard=guard,
-                )
-            )  # fmt: skip
-        what = "parameters" if parameters else "sums"
-        typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
-        with stopped_by_signals(server) as received:
+            else:
+                group = parse_address(multicast) if multicast else None
+                guard = "crc32c" if trust_network else "siphash"
+                server = AggregationServer(
+                    AggregationOptions(
+                        **common, udp=udp or bool(xdp), multicast=group, drop=drop,
+                        xdp=xdp or None, xdp_mode=xdp_mode, guard=guard,
+                    )
+                )  # fmt: skip
+            what = "parameters" if parameters else "sums"
+            typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
+            if metrics is not None:
+                typer.echo(f"Metrics at {metrics.url}")
+            received = stack.enter_context(stopped_by_signals(server))
             server.run(on_event=typer.echo)
     except ServerStoppedError as error:
         typer.echo(str(error), err=True)

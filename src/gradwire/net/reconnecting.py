@@ -74,6 +74,7 @@ class ReconnectingEndpoint(ConnectionLoop):
 
     Attributes:
         sent_bytes: Bytes of the owner's frames, headers included.
+        received_bytes: The same, of frames that were delivered.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ReconnectingEndpoint(ConnectionLoop):
             least = 4 * HEARTBEAT.total_seconds()
             raise OptionError(f"A timeout of {timeout.total_seconds():g} s is too short. Pass at least {least:g} s.")
         super().__init__(member, timeout=timeout, kind="endpoint", heartbeat=HEARTBEAT)
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = 0
         self._owner = owner
         self._server = None if call is None else call[0]
         self._joining: Link | None = None
@@ -228,6 +229,8 @@ class ReconnectingEndpoint(ConnectionLoop):
             self._lose(link, SyncError(reason, rank=link.peer))
 
     def _deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
+        link = self._link(peer, None)
+        self.received_bytes += 0 if link is None else link.frame_bytes(body.nbytes)
         self._owner.deliver(peer, header, body)
 
     def _lose(self, link: Link, error: SyncError | None) -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+from gradwire.core.counts import Count
 from gradwire.core.errors import PeerLostError, PeerTimeoutError, ServerStoppedError
 from gradwire.net.acceptor import BACKLOG
 from gradwire.net.handshake import GroupMember
@@ -93,6 +94,7 @@ class Server(EndpointOwner):
         self._epoch = job_epoch(options.job)
         self._refused: dict[int, tuple[float, str]] = {}  # absent workers: when, and why
         self._on_event: Callable[[str], None] = logger.info
+        self._created = time.monotonic()
 
     def run(self, on_event: Callable[[str], None] = logger.info) -> None:
         """Serve until all workers have said goodbye.
@@ -129,6 +131,25 @@ class Server(EndpointOwner):
         """
         self._for_good = for_good
         self._stopped = ServerStoppedError(reason)
+
+    def counts(self) -> list[Count]:
+        """Return what monitoring shows. Call it from any thread, until the server has ended."""
+        present, finished = self._workers()
+        return [
+            Count("workers", "Workers of the job.", self.options.workers),
+            Count("workers_finished", "Workers that have said goodbye.", len(finished)),
+            Count("uptime_seconds", "Time since the server was started.", time.monotonic() - self._created),
+            Count("sent_bytes_total", "Bytes of frames sent over TCP, headers included.", self._endpoint.sent_bytes),
+            Count("received_bytes_total", "Bytes of frames received over TCP.", self._endpoint.received_bytes),
+            *(
+                Count("worker_present", "1 if the worker has joined and is connected.", worker in present, _of(worker))
+                for worker in range(self.options.workers)
+            ),
+        ]
+
+    @abstractmethod
+    def _workers(self) -> tuple[Collection[int], Collection[int]]:
+        """Workers that have joined and not left, and those that have finished."""
 
     def joined(self, peer: int) -> None:
         """Workers speak first."""
@@ -180,6 +201,10 @@ class Server(EndpointOwner):
                 callers=frozenset(range(options.workers)), tls=self._tls,
             )  # fmt: skip
             undo.pop_all()
+
+
+def _of(worker: int) -> tuple[tuple[str, str], ...]:
+    return (("worker", str(worker)),)
 
 
 def away(workers: list[int], patience: timedelta, rank: int) -> PeerTimeoutError:

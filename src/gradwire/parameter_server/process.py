@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gradwire.core.counts import Count
 from gradwire.core.errors import FrameError, SyncError
 from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
@@ -90,6 +91,33 @@ class ParameterServer(Server):
         self._lost_since: float | None = None
         self._open: dict[int, tuple[int, float]] = {}  # tensors with a push: the step, and since when
         self._next_stall_check = 0.0
+
+    def counts(self) -> list[Count]:
+        rounds = list(self.machine.rounds)
+        versions = [round_.version for round_ in rounds] or [0]
+        oldest = min((since for _, since in list(self._open.values())), default=None)
+        queued = "Bytes of a worker's frames that wait to be taken."
+        return [
+            *super().counts(),
+            Count("parameters", "Parameters of the model on this server.", len(rounds)),
+            Count("steps_total", "Steps that all parameters have taken.", min(versions)),
+            Count(
+                "steps_ahead",
+                "Steps of the parameter that has taken most, beyond those.",
+                max(versions) - min(versions),
+            ),
+            Count("pushes_waiting", "Pushes for steps that are open.", sum(len(round_.pushes) for round_ in rounds)),
+            Count(
+                "open_step_seconds", "Age of the oldest open step.", 0 if oldest is None else time.monotonic() - oldest
+            ),
+            *(
+                Count("queued_bytes", queued, num_bytes, (("worker", str(worker)),))
+                for worker, num_bytes in enumerate(self._queued_bytes)
+            ),
+        ]
+
+    def _workers(self) -> tuple[Collection[int], Collection[int]]:
+        return set(self.machine.present), set(self.machine.finished)
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.process import AggregationOptions, AggregationServer
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.core.counts import Count
 from gradwire.net.client import ConnectionOptions
 from tests.aggregator.aggregation_job import fragments, submit_all
 from tests.schedules import jobs
@@ -79,9 +80,19 @@ def main() -> None:
     options = AggregationOptions(
         WORKERS, os.environ["MASTER_ADDR"], PORT, udp=True, xdp="eth0", xdp_mode=sys.argv[2], guard=sys.argv[3]
     )
-    server, said = AggregationServer(options), []
-    server.run(said.append)
-    print(json.dumps({"said": said, "fragments": fragments()}))
+    server, said, taken = AggregationServer(options), [], {}
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("Packets:"):
+            taken.update({dict(each.labels)["place"]: each.value for each in server.counts() if _is_taken(each)})
+
+    server.run(say)
+    print(json.dumps({"said": said, "fragments": fragments(), "taken": taken}))
+
+
+def _is_taken(count: Count) -> bool:
+    return count.name == "packets_total" and ("kind", "taken") in count.labels
 
 
 if __name__ == "__main__":

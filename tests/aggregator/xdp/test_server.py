@@ -39,7 +39,9 @@ def test_workers_get_the_kernels_sums_with_loss(mode, guard):
         result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
     workers = [json.loads(each.stdout) for each in result.hosts[1:]]
     assert {worker["digest"] for worker in workers} == {digest(host.CONFIG, ROUNDS)}
-    assert ADDED_UP in json.loads(result.hosts[0].stdout)["said"]
+    server = json.loads(result.hosts[0].stdout)
+    assert ADDED_UP in server["said"]
+    assert server["taken"] == {"kernel": ROUNDS * 3 * 292, "server": ROUNDS * 3 * 10}, "each contribution once"
     assert sum(each.drops.loss for each in result.hosts) > 20
     assert sum(worker["forged"] + worker["corrupt"] + worker["refused"] for worker in workers) == 0
     assert [json.loads(each.stdout)["fragments"] for each in result.hosts] == [0] * 4
