@@ -229,8 +229,8 @@ def _measured(method: Method, tensors: list[Tensor], repeats: int) -> tuple[floa
 
 def measured_all(methods: Sequence[Method], repeats: int, steps: tuple[int, ...] = STEPS) -> list[Figure]:
     """Measure methods on one thread. The first pass warms up."""
-    found = []
-    for optimizer in OPTIMIZERS:
+    found: list[Figure] = []
+    for optimizer in OPTIMIZERS if methods else ():
         for step, tensors in recorded(optimizer, steps):
             for dtype in MOST_CUT:
                 rounded = cast(tensors, dtype)

@@ -78,12 +78,25 @@ def test_curves_are_written_beside_the_final_figures(run, tmp_path, monkeypatch)
     assert "minmax bits 2, scatter_reduce" in convergence.table(rows)
 
 
-def test_gcomp_in_the_lab_has_the_same_curves_at_its_own_rate(run):
-    few = replace(run, ranks=2)
-    rows = list(gcomp_lab.figures([few, run]))
-    assert {row.get("benchmark", gcomp_lab.NAME) for row in rows} == {gcomp_lab.NAME}
+def test_gcomp_in_the_lab_has_the_same_curves_at_each_rate(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(convergence, "EVERY", 1)
+    parts = [(replace(run, ranks=2), "100mbit"), (run, "100mbit"), (run, "1gbit"), (run, "2.5gbit")]
+    rows = [row for part in parts for row in gcomp_lab.figures(*part)]
+    assert {row["benchmark"] for row in rows if "benchmark" in row} == {gcomp_lab.NAME}
     curves = [row for row in rows if row["metric"] in ("training_perplexity", "seconds_to_goal")]
-    assert {(row["ranks"], row["rate"]) for row in curves} == {(4, gcomp_lab.TRAIN_RATE)}
+    assert {(row["ranks"], row["rate"]) for row in curves} == {(4, "1gbit"), (4, "2.5gbit")}
     assert {row["ranks"] for row in rows if row["metric"] == "step" and row["rate"] == "100mbit"} == {2, 4}
-    assert "1,000   1,216" in gcomp_lab.table(rows)  # milliseconds, and windows a second of 4 · 304
+    text = gcomp_lab.table(rows)
+    assert "1,000   1,216" in text  # milliseconds, and windows a second of 4 · 304
+    assert text.count("a training at") == 2
+    gcomp_lab.plot(rows, tmp_path)
+    assert (tmp_path / "2.5gbit" / "convergence.svg").exists()
     methods.check(list(gcomp_lab.METHODS))
+
+
+def test_parts_of_the_lab():
+    assert list(gcomp_lab.run(ranks="4", done={("4", rate) for rate in gcomp_lab.RATES})) == []
+    whole, timed = gcomp_lab.options(4, "1gbit", 7, 1.0), gcomp_lab.options(2, "1gbit", 7, 1.0)
+    assert (whole.steps, whole.train_rate, whole.rates) == (7, "1gbit", ("1gbit",))
+    assert (timed.steps, timed.train_rate, timed.rates) == (1, None, ("1gbit",))
+    assert gcomp_lab.options(4, "100mbit", 7, 1.0).train_rate is None

@@ -15,6 +15,7 @@ import torch
 
 from gradwire.compressors.base.registry import register
 from gradwire.compressors.support.float_packing import FloatPacking, Packing
+from gradwire.kernels import active as kernels
 
 _KIND = 200
 Squeeze = Callable[[bytes], bytes]
@@ -23,12 +24,12 @@ Squeeze = Callable[[bytes], bytes]
 def packing(squeeze: Squeeze, expand: Squeeze) -> Packing:
     """A packing of bytes."""
 
-    def pack(x: np.ndarray, out: np.ndarray) -> int:
-        found = squeeze(x.tobytes())
+    def pack(x: np.ndarray, out: np.ndarray) -> tuple[int, bool]:
+        found, finite = squeeze(x.tobytes()), kernels.count_nonfinite(x) == 0
         if len(found) >= x.nbytes:
-            return -1
+            return -1, finite
         out[: len(found)] = np.frombuffer(found, np.uint8)
-        return len(found)
+        return len(found), finite
 
     def unpack(body: np.ndarray, out: np.ndarray) -> bool:
         found = expand(body.tobytes())
