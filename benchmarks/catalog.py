@@ -254,11 +254,11 @@ _GCOMP = (
     ),
     Benchmark(
         "gcomp-zeros", "What do embeddings and ReLUs without normalization gain by zeros? (figure 3b)",
-        "papers.gcomp.zeros", _TRAININGS, recorded=False,
+        "papers.gcomp.zeros", _TRAININGS,
     ),
     Benchmark(
         "gcomp-model-codes", "What would codes from a model of the distribution gain over counted ones?",
-        "papers.gcomp.model_codes", _TRAININGS, recorded=False,
+        "papers.gcomp.model_codes", _TRAININGS,
     ),
     Benchmark("gcomp-payloads", "What does a rank send, with levels derived and sent?", "papers.gcomp.payloads"),
     Benchmark("allreduce", "How long does one all-reduce take, against Gloo? (figure 10)", "papers.gcomp.allreduce"),

@@ -1,7 +1,8 @@
 """The two trainings of the GCOMP studies: a small ResNet on CIFAR-10, and a small transformer encoder on SST-2.
 
-Both start from scratch, since there are no pretrained weights here. Gradients are therefore larger relative to
-parameters, and for longer, than in the fine-tuning of BERT in the paper. `benchmarks.data` describes the data.
+Both start from scratch, as the paper's do. `benchmarks.data` describes the data. The ResNet has batch normalization and
+no zeros among its gradients. Most of the transformer's are zeros, of words that are not in the batch, see
+`benchmarks.papers.gcomp.zeros`.
 """
 
 from __future__ import annotations
