@@ -1,4 +1,7 @@
-"""F6: nothing received is unpickled or evaluated, because nothing in the package can."""
+"""F6: nothing received is unpickled or evaluated, because nothing in the package can.
+
+Checkpoints of torch are read with ``weights_only=True``, which admits tensors and plain containers alone.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ FORBIDDEN_ATTRIBUTES = {
     "recv_object_list",
 }  # fmt: skip
 
+# Modules that read what torch.save has written, and whose file it is.
+CHECKPOINTS = {
+    "ddp/gathered.py": "states of the job's own ranks, by its own process group, and entries of its checkpoints",
+    "trainers/huggingface.py": "a file in the trainer's checkpoint",
+}
+
 
 def findings(code: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
@@ -37,7 +46,12 @@ def findings(code: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_module_cannot_unpickle(path: Path) -> None:
-    assert list(findings(path.read_text())) == []
+    found = list(findings(path.read_text()))
+    if str(path.relative_to(SOURCE)) in CHECKPOINTS:
+        assert found  # or the entry is stale
+        assert [each for each in found if not (each.startswith("torch.load(") and "weights_only=True" in each)] == []
+    else:
+        assert found == []
 
 
 @pytest.mark.parametrize(
