@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 # The training frameworks have an environment of their own: they are large, and bring versions of what others need.
 TRAINERS ?= .venv-trainers
+# So does the documentation site, which needs neither torch nor gradwire.
+DOCS ?= .venv-docs
 HOURS ?= 1
 RUNS ?= 200
 SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci test-trainers test-peer test-long test-repeat soak lint format bench golden clean help
+.PHONY: demo test ci docs test-trainers test-peer test-long test-repeat soak lint format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -30,6 +32,7 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(BIN)/python -m tests.fuzz --cases 2000
 	$(BIN)/python -m tests.schedules --schedules 500
 	$(MAKE) test-trainers
+	$(MAKE) docs
 
 test-trainers: $(TRAINERS)/.installed ## the examples, and gradwire.trainers with the real accelerate, transformers and lightning
 	$(TRAINERS)/bin/python -m pytest -q -m frameworks tests/trainers
@@ -52,6 +55,10 @@ test-repeat: $(STAMP) ## RUNS=N HOURS=N: each test of a fault N times on a busy 
 soak: $(STAMP) ## HOURS=N SEED=S: jobs in the lab whose processes are killed, frozen and restarted, with every value checked (root)
 	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED)
 
+docs: $(DOCS)/.installed ## build the documentation site into build/site; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "The site is in build/site: open build/site/index.html, or run python3 -m http.server -d build/site"
+
 lint: $(STAMP) ## format check, linter, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -70,7 +77,7 @@ golden: $(STAMP) ## rewrite the golden files, after a deliberate change of a for
 	$(BIN)/python -m tests.golden.update
 
 clean: ## remove the environment and what was built
-	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(DOCS) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -82,4 +89,11 @@ $(TRAINERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[trainers]" pytest pytest-timeout hypothesis scikit-learn
+	touch $@
+
+# Only the packages of the extra: pages are made from source, without importing it. Reading pyproject.toml takes Python 3.11.
+$(DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c "import tomllib as t; print(*t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS)/requirements.txt
 	touch $@
