@@ -90,15 +90,19 @@ class SourceText(Workload):
 
 
 class CharacterModel(nn.Module):
-    """Logits of the next character from the C characters before it."""
+    """Logits of the next character from the C characters before it.
 
-    def __init__(self) -> None:
+    Args:
+        hidden: H.
+    """
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, EMBEDDING)
-        self.join = nn.Linear(CONTEXT * EMBEDDING, HIDDEN)
-        self.layers = nn.Sequential(*(Residual(HIDDEN) for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.join = nn.Linear(CONTEXT * EMBEDDING, hidden)
+        self.layers = nn.Sequential(*(Residual(hidden) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY)
         # With zeros, the first predictions are uniform and cause no large gradients.
         nn.init.zeros_(self.head.weight)
 

@@ -35,6 +35,6 @@ def make_workload(name: str) -> Workload:
     return own
 
 
-_CLASSES = {"text": "SourceText", "deep": "DeepText", "blocks": "Blocks", "digits": "Digits"}
+_CLASSES = {"text": "SourceText", "small": "SmallText", "deep": "DeepText", "blocks": "Blocks", "digits": "Digits"}
 WORKLOADS = tuple(_CLASSES)
 """Names for `make_workload`, which are also those of their modules."""

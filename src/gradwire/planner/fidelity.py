@@ -1,7 +1,7 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
-Figures are from the training benchmark (README, *Results*): validation loss after 32 steps, relative to DDP. Stronger
-ratios and sparsities than these are for users who have tried them on their model.
+Figures are from the training benchmark (docs/results.md, *The demo*): validation loss after 32 steps, relative to DDP.
+Stronger ratios and sparsities than these are for users who have tried them on their model.
 """
 
 from __future__ import annotations
