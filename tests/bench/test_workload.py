@@ -107,5 +107,5 @@ def test_without_sources_the_advice_is_another_workload(tmp_path):
 
 
 def test_an_unknown_workload_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match="digits, text"):
+    with pytest.raises(UnknownNameError, match="digits, small, text"):
         make_workload("texts")
