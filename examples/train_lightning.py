@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -57,7 +58,8 @@ def main() -> nn.Module:
         callbacks=[callback, ModelCheckpoint(options.folder, filename="last", enable_version_counter=False)],
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=False,
+        logger=CSVLogger(options.folder, name="logs"),  # has the scalars of gradwire, too
+        log_every_n_steps=20,
     )
     torch.manual_seed(0)
     model, last = Digits(), options.folder / "last.ckpt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire.ddp.observed import SCALARS
 from tests.integration.launch import ROOT, free_port
 
 EXAMPLES = ROOT / "examples"
@@ -27,7 +30,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.frameworks, pytest.mark.timeout(400)]
 
 
 def run(example: str, folder: Path, epochs: int, num_processes: int = 2) -> tuple[list[str], str]:
-    """Train until so many epochs are done. Returns a hash of the parameters by rank, and what was printed."""
+    """Train until `epochs` are done. Returns a hash of the parameters by rank, and what was printed."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.hash"):
         old.unlink()
@@ -53,11 +56,23 @@ def residuals(example: str, folder: Path) -> Any:
     return found["states"]
 
 
+def logged(example: str, folder: Path) -> set[str]:
+    """The names of all numbers that the framework has logged."""
+    if example == "train_trainer":
+        newest = max(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+        return {name for entry in json.loads(newest.read_text())["log_history"] for name in entry}
+    (path,) = folder.glob("logs/version_0/metrics.csv")
+    with path.open(newline="") as file:
+        return set(next(csv.reader(file)))
+
+
 @pytest.mark.parametrize("example", sorted(FILES))
 def test_two_processes_are_equal_and_resume_bit_for_bit(example: str, tmp_path: Path) -> None:
     unbroken, said = run(example, tmp_path / "unbroken", LONG)
     assert len(set(unbroken)) == 1, "the replicas differ"
     assert "threelc" in said, "nothing was compressed"
+    if example in ("train_trainer", "train_lightning"):
+        assert {name for name in logged(example, tmp_path / "unbroken") if "gradwire" in name} == set(SCALARS)
 
     short, _ = run(example, tmp_path / "broken", SHORT)
     assert short[0] != unbroken[0]

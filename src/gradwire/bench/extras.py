@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from gradwire.core.errors import MissingPackageError as MissingPackageError
+from gradwire.core.errors import MissingPackageError
 
 
 def need(*packages: str, extra: str, purpose: str) -> None:

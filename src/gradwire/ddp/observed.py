@@ -98,15 +98,14 @@ class ObservedHandle:
             OptionError: `every` is below 1, or the file has other columns.
             OptionTypeError: Nothing can be written to the target.
         """
+        writes = all_ranks or self.synchronizer.rank == 0
         if all_ranks and isinstance(target, str | Path):
             target = path_of(target, self.synchronizer.rank)
-        if not all_ranks and self.synchronizer.rank != 0:
-            target = _ignore
         key = object()
         self._interval("last", key)
         scalars, names = partial(self._scalars, "last", key), self._scalar_names
-        log = ScalarLog(target, every, scalars, names, self.synchronizer.num_steps)
-        if target is not _ignore:
+        log = ScalarLog(target if writes else _ignore, every, scalars, names, self.synchronizer.num_steps)
+        if writes:
             self._logs.append(log)
         return log
 
@@ -124,6 +123,7 @@ class ObservedHandle:
             log.step(self.synchronizer.num_steps)
 
     def _end_logs(self) -> None:
+        """Write what is left, and count the steps that rested, while events can still be emitted."""
         for log in self._logs:
             log.close(self.synchronizer.num_steps)
         self._logs.clear()

@@ -1,4 +1,4 @@
-"""Logs of scalars: every so many steps, named numbers go to TensorBoard, Weights & Biases, a function or a CSV file.
+"""Logs of scalars: at regular intervals, named numbers go to TensorBoard, Weights & Biases, a function or a CSV file.
 
 Guarantees: a target that raises ends its log with a warning. It never stops training, and no other rank waits for it.
 """

@@ -88,8 +88,7 @@ class GradwireCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Log scalars in the steps in which the Trainer logs."""
         if self._log and self.handle is not None and control.should_log:
-            numbers = {f"gradwire/{name}": value for name, value in self.handle.scalars("last").items()}
-            if numbers:
+            if numbers := self.handle.scalars("last"):
                 self._trainer.log(numbers)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:

@@ -69,7 +69,7 @@ class GradwireCallback(Callback):
         """Log scalars, on rank 0."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._log and self.handle is not None and trainer.is_global_zero and every and step % every == 0:
-            numbers = {f"gradwire/{name}": value for name, value in self.handle.scalars("last").items()}
+            numbers = self.handle.scalars("last")
             for each in trainer.loggers if numbers else []:
                 each.log_metrics(numbers, step=step)
 
