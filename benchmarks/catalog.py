@@ -272,6 +272,10 @@ _GCOMP = (
     Benchmark(
         "gcomp-loss", "How far are losses from those of exact sums? (figures 18, 19)", "papers.gcomp.loss", _TRAININGS
     ),
+    Benchmark(
+        "gcomp-orders", "... and is that within the spread of exact sums in other orders?", "papers.gcomp.orders",
+        _TRAININGS, recorded=False,
+    ),
     Benchmark("gcomp-drift", "How far do parameters drift, by optimizer?", "papers.gcomp.drift"),
     Benchmark(
         "gcomp-hops", "What does encoding at every hop do to an update, with 2 to 128 ranks?",

@@ -10,7 +10,7 @@ import torch
 from benchmarks.papers.gcomp import gradients as gcomp_gradients
 from benchmarks.papers.gcomp import hops as gcomp_hops
 from benchmarks.papers.gcomp import loss as gcomp_loss
-from benchmarks.papers.gcomp import model_codes, scaling, zeros, zipped
+from benchmarks.papers.gcomp import model_codes, orders, scaling, zeros, zipped
 from benchmarks.papers.gcomp import moments as gcomp_moments
 from benchmarks.papers.gcomp.decoding import decoding_rates
 from benchmarks.papers.gcomp.gradients import Levels, mantissa_bytes, native_bits
@@ -219,3 +219,19 @@ def test_payloads_of_a_large_ring_are_longer_than_a_ranks_own() -> None:
     grads = [1e-3 * torch.randn(20_000, generator=generator) for _ in range(32)]
     small, large = (scaling.ratio_of("gcomp", "ring", ranks, grads, aux) for ranks in (4, 32))
     assert small < large < scaling.ratio_of("lossless", "ring", 32, grads, {})
+
+
+def test_distances_are_from_all_orders_but_oneself(monkeypatch) -> None:
+    assert len({frozenset(order[:2]) | {order[2:]} for order in orders.ORDERS.values()}) == len(orders.ORDERS) == 12
+    monkeypatch.setattr(orders, "ORDERS", {"a": (), "b": (), "c": ()})
+    losses = {"a": [0.0, 0.0], "b": [1.0, 3.0], "c": [0.0, 1.0], orders.GCOMP: [4.0, 4.0]}
+    found = orders.mean_distances({name: np.array(curve) for name, curve in losses.items()})
+    assert found == pytest.approx({"a": 1.25, "b": 1.75, "c": 1.0, orders.GCOMP: (4 + 2 + 3.5) / 3})
+
+
+def test_gcomp_is_as_far_away_as_orders_are_where_training_amplifies_roundings() -> None:
+    rows = list(orders.part(made_up(), "SGD", 0, 8))
+    away = {row["method"]: row["value"] for row in rows if row["metric"] == "distance from the orders"}
+    assert len(away) == 13
+    assert all(0 < value < 1e-5 for value in away.values())
+    assert "| made up, SGD | 0 |" in orders.table(rows)

@@ -55,9 +55,11 @@ class Job:
         bytes_plain: Bytes of the same tensors in float32.
     """
 
-    def __init__(self, training: Training, optimizer: str, method: str, seed: int) -> None:
+    def __init__(
+        self, training: Training, optimizer: str, method: str, seed: int, order: Sequence[int] = range(RANKS)
+    ) -> None:
         torch.manual_seed(seed)
-        self.training, self.method, self.seed = training, method, seed
+        self.training, self.method, self.seed, self.order = training, method, seed, order
         model = training.model()
         num_replicas = RANKS if method == "every 8 steps" else 1
         self.models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
@@ -87,7 +89,7 @@ class Job:
         return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     def _mean(self, name: str, grads: list[torch.Tensor]) -> torch.Tensor:
-        own, *others = (grads[rank] for rank in ORDERS.get(self.method, range(RANKS)))
+        own, *others = (grads[rank] for rank in self.order)
         total = own / RANKS
         for grad in others:
             total = total + self._sent(name, grad, 1 / RANKS)
@@ -134,7 +136,7 @@ def part(training: Training, optimizer: str, seed: int, steps: int) -> Iterator[
     """All figures of one seed: the loss of every fifth step, and distances from exact sums over all steps."""
     exact: list[float] = []
     for method in METHODS:
-        job = Job(training, optimizer, method, seed)
+        job = Job(training, optimizer, method, seed, ORDERS.get(method, range(RANKS)))
         losses = [job.step(number) for number in range(steps)]
         exact = exact or losses
         fixed = {"workload": training.name, "optimizer": optimizer, "seed": seed, "method": method, "dtype": "float32",

@@ -87,9 +87,8 @@ class GradwireCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Log scalars in the steps in which the Trainer logs."""
-        if self._log and self.handle is not None and control.should_log:
-            if numbers := self.handle.scalars("last"):
-                self._trainer.log(numbers)
+        if self._log and self.handle is not None and control.should_log and (numbers := self.handle.scalars("last")):
+            self._trainer.log(numbers)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Write the states of all ranks into the checkpoint. The Trainer calls it on every rank."""
