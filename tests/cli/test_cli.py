@@ -73,7 +73,7 @@ def test_an_error_of_the_users_code_is_shown_as_theirs(tmp_path, monkeypatch, ar
         (["bench", "compressors", "--only", "topkk"], "Unknown compressor 'topkk'"),
         (["bench", "training", "--buckets", "-1"], "Give sizes above 0"),
         (["bench", "training", "--workload", "texts"], "Unknown workload 'texts'. Did you mean 'text'"),
-        (["demo", "--workload", "foo"], "Unknown workload 'foo'. Known: blocks, deep, digits, text"),
+        (["demo", "--workload", "foo"], "Unknown workload 'foo'. Known: blocks, deep, digits, small, text"),
         (["demo", "--workload", "gradwire.bench.digits.Digit=x"], "Write MODULE.CLASS=PATH"),
         (["lab", "--timeout", "-1", "--", "true"], "greater than or equal to 0"),
         (["serve", "--workers", "1", "--parameters", "--port", "70000"], "less than or equal to 65535"),
