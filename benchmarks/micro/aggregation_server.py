@@ -21,7 +21,8 @@ import numpy as np
 import typer
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.compressors import make
 from gradwire.compressors.thc import THC

@@ -12,7 +12,8 @@ import sys
 from dataclasses import asdict
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from tests.aggregator.aggregation_job import fragments, submit_all
 from tests.schedules import jobs

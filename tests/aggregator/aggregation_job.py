@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import SessionConfig
 from gradwire.net.reconnecting import HEARTBEAT
 from gradwire.wire.frame import FrameFlags

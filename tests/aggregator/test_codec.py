@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.request import Reply
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan

@@ -17,8 +17,9 @@ import pytest
 
 from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.datagram_keys import group_key
+from gradwire.aggregator.options import AggregationOptions
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, SERVER, PacketKey, PacketKind, pack, seal
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net.client import ConnectionOptions

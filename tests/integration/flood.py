@@ -42,7 +42,8 @@ import torch
 
 import gradwire as gw
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.net import pending
 from gradwire.net.client import ConnectionOptions

@@ -20,7 +20,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.core.errors import SyncError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
 from tests.aggregator.aggregation_job import submit_all

@@ -16,7 +16,8 @@ import torch
 
 import gradwire as gw
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import PeerTimeoutError, ServerStoppedError, SyncError
 from gradwire.net.server import Server

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.core.errors import GradwireError
 from gradwire.core.spec import TensorSpec
 from gradwire.net.client import ConnectionOptions

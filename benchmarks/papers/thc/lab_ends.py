@@ -90,7 +90,8 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
 
 def serve(sessions: int, host: str, workers: int, report: str) -> None:
     """Aggregate for each method in turn. The report has one line of processor seconds for each method."""
-    from gradwire.aggregator.process import AggregationOptions, AggregationServer
+    from gradwire.aggregator.options import AggregationOptions
+    from gradwire.aggregator.process import AggregationServer
 
     for accumulator in (np.zeros(1024, np.uint8), np.zeros(1024, np.uint16)):  # compiled before anybody waits
         kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), accumulator, True)

@@ -21,13 +21,13 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
 
 from gradwire.aggregator.datagram_keys import WorkerDatagrams, group_key
 from gradwire.aggregator.multicast import ResultHashes
+from gradwire.aggregator.options import AggregationOptions
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketCounters
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
 from gradwire.aggregator.session import (
@@ -47,7 +47,7 @@ from gradwire.core.counts import Count
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
 from gradwire.kernels.blocks import INDEX_CHUNK
 from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramReceiver, DatagramSender, DatagramSocket
-from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
+from gradwire.net.server import Server, away, finished_early, stalled
 from gradwire.wire.frame import FrameKind, Header, describe
 
 logger = logging.getLogger("gradwire")
@@ -58,31 +58,6 @@ _DATAGRAMS_PER_READ = 64
 _PACKETS = (
     "Packets of this session by what has happened to them, and by whether the kernel or the server has seen them."
 )
-
-
-@dataclass(frozen=True)
-class AggregationOptions(ServerOptions):
-    """How an aggregation server runs.
-
-    Attributes:
-        udp: Whether packets travel as datagrams, to the same port.
-        multicast: Group and port to which each result is sent once; None sends each worker its own copy.
-        drop: Fraction of the received datagrams to drop, to try the effect of losses.
-        xdp: Network interface at which a program in the kernel adds up (`gradwire.aggregator.xdp`); None adds up in
-            this process alone.
-        xdp_mode: How the program is attached: ``"native"`` by the driver, ``"generic"`` with any driver.
-        guard: How that program knows packets: ``"siphash"`` by a keyed tag, ``"crc32c"`` by a checksum alone, for
-            networks that the operator trusts.
-    """
-
-    timeout: timedelta = timedelta(seconds=30)
-    patience: timedelta = timedelta(seconds=30)
-    udp: bool = False
-    multicast: Address | None = None
-    drop: float = 0.0
-    xdp: str | None = None
-    xdp_mode: str = "native"
-    guard: str = "siphash"
 
 
 @dataclass

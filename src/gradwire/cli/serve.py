@@ -93,7 +93,8 @@ def serve(
 
     Example: gradwire serve --aggregate --workers 4 --host 10.0.0.9 --xdp eth0
     """
-    from gradwire.aggregator.process import AggregationOptions, AggregationServer
+    from gradwire.aggregator.options import AggregationOptions
+    from gradwire.aggregator.process import AggregationServer
     from gradwire.bench.users import load_module, users_code
     from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.net.address import parse_address

@@ -19,7 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
 from gradwire.core.counts import Count
 from gradwire.net.client import ConnectionOptions

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from gradwire.aggregator.process import AggregationOptions, AggregationServer
+from gradwire.aggregator.options import AggregationOptions
+from gradwire.aggregator.process import AggregationServer
 from gradwire.core.errors import OptionError
 from gradwire.lab import Lab
 from tests.aggregator.aggregation_job import digest
