@@ -97,7 +97,7 @@ def test_fidelity_is_for_auto_alone() -> None:
         with pytest.raises(OptionError, match=r'but the method is "topk"\. Pass "auto", or leave fidelity out\.'):
             gw.attach(wrapped(), method, fidelity="exact")
     handle = gw.attach(wrapped(), "auto")
-    assert handle.autopilot is not None and handle.autopilot._fidelity == "balanced"
+    assert handle.autopilot is not None and handle.autopilot.fidelity == "balanced"
     handle.detach()
 
 

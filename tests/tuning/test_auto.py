@@ -82,7 +82,7 @@ def pilot(request: pytest.FixtureRequest) -> Iterator[Autopilot]:
 def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time(pilot: Autopilot) -> None:
     found = pilot._predict(table("fp16"), TIMING, COSTS)
     wire = 2 * 3 / 4 * TIMING.nbytes * LINK.seconds_per_byte
-    if pilot._fidelity == "exact":
+    if pilot.fidelity == "exact":
         assert NATIVE_FP16 not in found
     else:
         assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)

@@ -7,9 +7,24 @@ from typing import Annotated
 import typer
 
 import gradwire
-from gradwire.cli import bench, check, compressors, demo, doctor, graph, lab, plan, probe, serve, show, simulate, tables
+from gradwire.cli import (
+    bench,
+    check,
+    compressors,
+    demo,
+    doctor,
+    graph,
+    lab,
+    plan,
+    probe,
+    serve,
+    show,
+    simulate,
+    tables,
+    top,
+)
 
-COMMANDS = (demo, doctor, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
+COMMANDS = (demo, doctor, top, lab, probe, bench, compressors, check, show, tables, graph, plan, simulate, serve)
 """Modules of the commands, in the order of the help page."""
 
 

@@ -48,6 +48,10 @@ class StateError(GradwireError, RuntimeError):
     """Saved state is damaged, incomplete, from another job, or locked by another process."""
 
 
+class StatusError(GradwireError, ValueError):
+    """A file is not the status of a rank, as `gradwire top` reads it."""
+
+
 class PayloadError(GradwireError, ValueError):
     """Received bytes are not a payload of the expected tensor. The only error that decoders raise for their input."""
 

@@ -91,6 +91,7 @@ def attach(
             "fidelity out."
         )
     fidelity = fidelity or "balanced"
+    asked = str(plan)
     parameters = torch_private.trained_parameters(ddp)
     tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
     given = plan.given_entries(tensors) if automatic else {}
@@ -121,6 +122,7 @@ def attach(
         synchronizer.close()
         raise
     slot.handle = handle
+    handle.start_status(asked, options)
     sparse = [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)]
     if sparse and synchronizer.rank == 0:
         logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))

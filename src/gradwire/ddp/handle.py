@@ -149,6 +149,8 @@ class Handle(ObservedHandle):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._note_error(error)
         self.detach()
 
     def hook(self, state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:

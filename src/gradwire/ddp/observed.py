@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from gradwire.core.errors import OptionError
+from gradwire.ddp.status import ModuleStatus
 from gradwire.observe.logs import ScalarLog
 from gradwire.observe.metrics import Report
+from gradwire.observe.status_writer import StatusWriter
 from gradwire.observe.trace import Trace, path_of
+from gradwire.sync.options import SyncOptions
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.auto import Autopilot
 from gradwire.tuning.candidates import GRADWIRE
 
+logger = logging.getLogger("gradwire")
 Since = Literal["start", "last"]
 
 SCALARS = {
@@ -51,6 +56,7 @@ class ObservedHandle:
     Attributes:
         synchronizer: Synchronizer of the module's gradients.
         autopilot: Under ``"auto"``, what chooses the plan, with its decisions. Otherwise None.
+        status_writer: Writes the file for ``gradwire top``, if there is one.
     """
 
     def __init__(self, synchronizer: Synchronizer) -> None:
@@ -58,6 +64,8 @@ class ObservedHandle:
         self.autopilot: Autopilot | None = None
         self._marks: dict[object, Report] = {}  # the latest report of everyone who asks for intervals
         self._logs: list[ScalarLog] = []
+        self._status: ModuleStatus | None = None
+        self.status_writer: StatusWriter | None = None
 
     def report(self, since: Since = "start") -> Report:
         """Bytes, ratios, times and residual norms of this rank, per tensor and in total. Prints as a table.
@@ -117,13 +125,40 @@ class ObservedHandle:
         """
         return self.synchronizer.trace(path)
 
+    def start_status(self, method: str, options: SyncOptions) -> None:
+        """Start writing the status of this rank for ``gradwire top``, unless its interval is 0.
+
+        Args:
+            method: Compressors that were asked for.
+            options: Folder and interval.
+        """
+        if not options.status_interval:
+            return
+        status = ModuleStatus(self.synchronizer, method, options.status_interval)
+        try:
+            self.status_writer = status.start(None if options.dump_dir is None else Path(options.dump_dir))
+        except OSError as error:
+            logger.warning("gradwire top cannot show this rank: %s.", error)
+            return
+        self._status = status
+
+    def _note_error(self, error: BaseException) -> None:
+        """Let ``gradwire top`` show why the module is detached."""
+        if self._status is not None:
+            self._status.error = f"{type(error).__name__}: {error}"
+
     def _between_steps(self) -> None:
         """Write what is due. Called before a step begins."""
+        if self._status is not None:
+            self._status.step(self.autopilot)
         for log in self._logs:
             log.step(self.synchronizer.num_steps)
 
     def _end_logs(self) -> None:
         """Write what is left, and count the steps that rested, while events can still be emitted."""
+        if self._status is not None and self.status_writer is not None:
+            self._status.finish(self.autopilot)
+            self.status_writer.close("detached")
         for log in self._logs:
             log.close(self.synchronizer.num_steps)
         self._logs.clear()

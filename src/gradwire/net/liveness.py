@@ -57,6 +57,10 @@ class Liveness:
         """
         return now >= self._heard_at + self._timeout
 
+    def silent_seconds(self, now: float) -> float:
+        """Time since bytes last came from the peer."""
+        return max(0.0, now - self._heard_at)
+
     def next_deadline(self) -> float:
         """Return the earliest time at which `heartbeat_due` or `silent` may turn true."""
         return min(self._sent_at + self._interval, self._heard_at + self._timeout)

@@ -33,7 +33,7 @@ from gradwire.net.link import Link
 from gradwire.net.loop import ConnectionLoop
 from gradwire.net.pending import PendingConnection, PendingConnections
 from gradwire.net.rendezvous import Deadline, Meeting, meet
-from gradwire.net.transport import Callbacks, PeerTransport
+from gradwire.net.transport import Callbacks, PeerState, PeerTransport
 from gradwire.wire.frame import FrameKind, Header, Outgoing
 
 ABORT_SECONDS = 5.0
@@ -143,6 +143,17 @@ class TcpTransport(PeerTransport, ConnectionLoop):
     def busy_seconds(self) -> float:
         """See `Transport`. Linux counts it for every TCP connection."""
         return sum(link.busy_seconds() for link in self._links.values())
+
+    def peer_states(self) -> list[PeerState]:
+        """See `Transport`."""
+        now, links = time.monotonic(), self._links
+        return [
+            each._replace(
+                busy_seconds=links[each.peer].busy_seconds(),
+                silent_seconds=links[each.peer].conversation.liveness.silent_seconds(now),
+            )
+            for each in super().peer_states()
+        ]
 
     def abort(self, reason: str, blame: int | None = None) -> None:
         """Tell every peer why this rank gives up, then close. Returns within `ABORT_SECONDS`, whatever callbacks do."""

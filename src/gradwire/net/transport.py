@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,26 @@ class Callbacks:
         assert error is not None, "it has ended"
         if self.needs(conversation.ids.peer, conversation.departed):
             raise error
+
+
+class PeerState(NamedTuple):
+    """A peer as this rank sees it, for people to look at.
+
+    Attributes:
+        peer: The other rank.
+        sent_bytes: Bytes of whole frames handed to `send`.
+        received_bytes: Bytes of whole frames delivered.
+        busy_seconds: How long there were unacknowledged bytes under way to it; 0.0 if unknown.
+        silent_seconds: Time since its last byte; None if unknown.
+        gone: Whether nothing more comes from it.
+    """
+
+    peer: int
+    sent_bytes: int
+    received_bytes: int
+    busy_seconds: float = 0.0
+    silent_seconds: float | None = None
+    gone: bool = False
 
 
 class Transport(ABC):
@@ -98,6 +119,15 @@ class Transport(ABC):
         0.0 if the operating system does not count it.
         """
         return 0.0
+
+    def peer_states(self) -> list[PeerState]:
+        """Return what this rank sees of each peer. Any thread may ask."""
+        counts = enumerate(zip(self.sent_bytes, self.received_bytes, strict=True))
+        return [
+            PeerState(peer, sent, received, gone=self.departed(peer) is not None)
+            for peer, (sent, received) in counts
+            if peer != self.rank
+        ]
 
     @abstractmethod
     def abort(self, reason: str, blame: int | None = None) -> None:

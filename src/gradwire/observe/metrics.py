@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -126,7 +127,7 @@ class Metrics:
     def report(self, rank: int, world_size: int, steps: int, residual_norms: Mapping[str, float]) -> Report:
         """Return a report of all events so far."""
         with self._lock:
-            rows = {name: TensorMetrics(**asdict(row)) for name, row in self._tensors.items()}
+            rows = {name: copy(row) for name, row in self._tensors.items()}
             row_of = dict(self._row_of)
             wait_seconds, rollbacks = self._wait_seconds, self._rollbacks
         for name, norm in residual_norms.items():

@@ -208,6 +208,11 @@ class Engine:
         elif waited > self._stall_seconds + 2 * _FUTURE_GRACE_SECONDS:
             self.fail(stuck(min(self._active, key=lambda run: run.started), waited))
 
+    def longest_wait(self) -> Waiting | None:
+        """Return what has waited longest, for people to look at. Any thread may ask; it looks at all that waits."""
+        with self._work:
+            return min(self._waiting(), key=lambda each: each.started, default=None)
+
     def lost_peer(self) -> SyncError | None:
         """Return the error of the engine, or of a peer that is gone, whether or not a run waits for it."""
         others = (peer for peer in range(self.transport.world_size) if peer != self.transport.rank)

@@ -15,8 +15,8 @@ from gradwire.sync.strategies.register import ServiceAddress
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """Options of `gradwire.attach` and `Synchronizer`. All ranks pass the same values, except for `dump_dir`
-    and `threads`.
+    """Options of `gradwire.attach` and `Synchronizer`. All ranks pass the same values, except for `dump_dir`,
+    `status_interval` and `threads`.
 
     Attributes:
         timeout: Longest time that a rank may be silent. After that, all other ranks raise an error.
@@ -24,8 +24,9 @@ class SyncOptions:
             see `gradwire.net.liveness.STALL_TIMEOUT`. In `attach`, where ranks have no connections yet, `timeout`
             applies.
         seed: Seed of all random streams.
-        dump_dir: Directory of the flight recorder's file, which is written on a failure. None means
-            ``GRADWIRE_DUMP_DIR``, or a directory of the user's among the system's temporary files.
+        dump_dir: Directory of the flight recorder's file, which is written on a failure, and of the status files for
+            ``gradwire top``. None means ``GRADWIRE_DUMP_DIR``, or a directory of the user's among the system's
+            temporary files.
         nodes: Placement of ranks for the strategy ``"hierarchical"``: the name of each rank's node, or the number of
             ranks per node. None asks the launcher's environment, then compares host names.
         threads: Number of threads that encode, merge and decode. None means the rank's share of the usable cores (all,
@@ -39,10 +40,11 @@ class SyncOptions:
         integrity: How frames between ranks are protected: ``"crc"``, a checksum against faults, or ``"mac"``, a tag
             that also keeps out whoever can change what the network carries. Default: ``"mac"`` if the variable
             ``GRADWIRE_JOB_KEY_FILE`` or ``GRADWIRE_JOB_KEY`` gives a job key, else ``"crc"``.
+        status_interval: Time between two writes of this rank's status file. 0 means that there is none.
 
     Raises:
-        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, `watch_norms` is negative, or there is no
-            such `integrity`.
+        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, `watch_norms` or `status_interval` is
+            negative, or there is no such `integrity`.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -55,6 +57,7 @@ class SyncOptions:
     time_slots: bool = False
     watch_norms: int = 0
     integrity: str | None = None
+    status_interval: timedelta = timedelta(seconds=2)
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_timeout"):
@@ -62,6 +65,11 @@ class SyncOptions:
                 raise OptionError(
                     f"{name} must be positive, but it is {getattr(self, name)}. Pass timedelta(seconds=30)."
                 )
+        if self.status_interval < timedelta(0):
+            raise OptionError(
+                f"status_interval must be at least 0, but it is {self.status_interval}. Pass timedelta(seconds=2), or "
+                "timedelta(0) for no status files."
+            )
         if self.threads is not None and self.threads < 1:
             raise OptionError(
                 f"threads must be at least 1, but it is {self.threads}. Leave it out for the usual number."

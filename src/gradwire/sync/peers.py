@@ -30,13 +30,14 @@ from gradwire.core.events import Event, EventStream
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.store import BoundedStore
 from gradwire.net.tcp import TcpTransport
-from gradwire.net.transport import Transport
+from gradwire.net.transport import PeerState, Transport
 from gradwire.observe.recorder import write_dump
 from gradwire.observe.trace import Trace
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync import replica
 from gradwire.sync.agreement import agree, share
 from gradwire.sync.engine import Engine
+from gradwire.sync.engine_errors import Waiting
 from gradwire.sync.exchange import ExchangeRun
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, Nodes, current_node, grouped
@@ -60,6 +61,7 @@ class Peers:
         self.timeout = options.timeout
         self.seed = options.seed
         self.step = 0
+        self.closed = False
         self.events = EventStream()
         info = GroupInfo.of(group)
         self._info = replace(info, store=BoundedStore(info.store, options.timeout))
@@ -159,6 +161,26 @@ class Peers:
     def lost_peer(self) -> SyncError | None:
         """Return why nothing can be averaged any more: the failure, or a rank that is gone. None if all is well."""
         return None if self._engine is None else self._engine.lost_peer()
+
+    # -- for people to look at, from any thread --------------------------------------------------------------
+
+    @property
+    def failure(self) -> SyncError | None:
+        """The error that has ended this synchronizer, or None."""
+        return None if self._engine is None else self._engine.error
+
+    @property
+    def epoch(self) -> int | None:
+        """64-bit id of the ranks' group, the same on all of them and another one after each start. None if alone."""
+        return None if self._engine is None else self._engine.transport.epoch
+
+    def peer_states(self) -> list[PeerState]:
+        """Return what this rank sees of each peer."""
+        return [] if self._engine is None else self._engine.transport.peer_states()
+
+    def longest_wait(self) -> Waiting | None:
+        """Return what has waited longest for a frame, a reply or gradients. None if nothing waits."""
+        return None if self._engine is None else self._engine.longest_wait()
 
     # -- control messages ------------------------------------------------------------------------------------
 
@@ -265,6 +287,7 @@ class Peers:
 
     def close(self) -> None:
         """End threads and connections. Idempotent. Call it on every rank."""
+        self.closed = True
         if self._engine is not None:
             self._engine.close()
         for service in self._services.values():

@@ -66,6 +66,7 @@ class Synchronizer(Peers):
             compressors with `needs_optimizer`.
 
     Attributes:
+        closed: Whether `close` was called.
         state_mismatch: Whether ranks turned out to hold different optimizer state, in this step or one before. The mean
             of that step is NaN, on all ranks, and it is rolled back like any that is not finite.
 
@@ -343,9 +344,14 @@ class Synchronizer(Peers):
 
     # -- report, state ---------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
-        """Bytes, ratios and times of this rank, per tensor and in total, since the synchronizer was created."""
-        norms = {name: math.hypot(*by_role.values()) for name, by_role in self.residuals.norms().items()}
+    def report(self, *, with_norms: bool = True) -> Report:
+        """Bytes, ratios and times of this rank, per tensor and in total, since the synchronizer was created.
+
+        Args:
+            with_norms: Whether to look at the residuals, which takes one pass over their memory.
+        """
+        found = self.residuals.norms() if with_norms else {}
+        norms = {name: math.hypot(*by_role.values()) for name, by_role in found.items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)
         report.seconds = 0.0 if self._began is None else time.monotonic() - self._began
         report.link_seconds = self.link_busy_seconds() / max(1, self.world_size - 1)

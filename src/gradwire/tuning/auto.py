@@ -101,6 +101,7 @@ class Autopilot:
         current: The candidate that averages gradients now.
         decisions: All decisions, the latest last.
         settled: Whether it has decided, and watches.
+        fidelity: See above.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Autopilot:
         self.current = self._unchosen
         self._methods = levels.methods(fidelity, optimizer=aux is not None)
         self._aux = aux
-        self._fidelity = fidelity
+        self.fidelity = fidelity
         self._min_elements = min_elements
         self._settle = settle
         # DDP's own all-reduce has no frames but those in which ranks exchange the figures of a trial.
@@ -251,7 +252,7 @@ class Autopilot:
         """
         costs = self._calibrate(timing)
         (table,) = plan_tables(
-            self._synchronizer, self._tensors, timing, costs, fidelity=self._fidelity,
+            self._synchronizer, self._tensors, timing, costs, fidelity=self.fidelity,
             min_elements=self._min_elements, native=() if self._unchosen.gradwire else ("fp32",),
         )  # fmt: skip
         predicted = self._predict(table, timing, costs)
