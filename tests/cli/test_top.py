@@ -143,6 +143,7 @@ def test_a_frame_can_be_a_picture(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     text = (tmp_path / "top.svg").read_text()
     assert text.startswith("<svg") and "gradwire&#160;top" in text
+    assert "url(http" not in text and "@font-face" not in text, "it asks no server for anything"
 
 
 def test_bars_are_relative_to_the_highest() -> None:

@@ -83,7 +83,7 @@ def test_ranks_that_train_stop_die_and_fail_are_told_apart(tmp_path: Path) -> No
     folder = tmp_path / "dumps"
     with two_ranks(folder, "threelc", "never") as (first, second):
         job = until_states(folder, "running", "running", step=20)
-        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.glob("*.json"))
         assert [rank.status.process.number for rank in job.ranks] == [first.pid, second.pid]
         text = frame(folder)
         assert "threelc" in text and "2 of 2" in text and text.count("● running") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -61,7 +62,8 @@ def _show(folder: Path, job: str | None, interval: float, once: bool, svg: Path 
     if once:
         console.print(first)
         if svg is not None:
-            console.save_svg(str(svg), title="gradwire top")
+            picture = console.export_svg(title="gradwire top")
+            svg.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # which a server would send
         return
     with Live(first, console=console, screen=True, auto_refresh=False) as live:
         while True:
