@@ -116,7 +116,8 @@ def _site_path(target: str, files: Files) -> str | None:
     for path in (inside, f"source/{target}", f"source/{target}.md"):
         if (path == inside) and target.startswith("docs/") != (ROOT / "docs" / inside).exists():
             continue
-        if files.get_file_from_path(path) is not None:
+        found = files.get_file_from_path(path)
+        if found is not None and not found.inclusion.is_excluded():
             return path
     return None
 
