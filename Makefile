@@ -5,22 +5,30 @@ BIN := $(VENV)/bin
 # The environment of this repository is pinned to one torch; the package itself takes a range.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
+# Kernels that the demo uses are compiled once, as a part of the set-up, and again when their sources have changed.
+COMPILED := $(VENV)/.compiled
+KERNELS := $(wildcard src/gradwire/kernels/cpu/*.py src/gradwire/compressors/*.py src/gradwire/lang/targets/numba/*.py)
 # The training frameworks have an environment of their own: they are large, and bring versions of what others need.
 TRAINERS ?= .venv-trainers
 # So does the documentation site, which needs neither torch nor gradwire.
 DOCS ?= .venv-docs
+# And what builds and checks the package. The wheel is then used in one more, which has nothing else.
+PACKAGING ?= .venv-packaging
+WHEELS := build/dist
+# Versions of Python that types are checked for. Only the one at hand is run.
+PYTHONS := 3.10 3.12 3.13 3.14
 HOURS ?= 1
 RUNS ?= 200
 SEED ?= 0
 # Tests that mostly compile kernels are handed out one by one; the others start processes, and go file by file.
 COMPILING := tests/compressors tests/contracts tests/golden tests/kernels tests/lang
 
-.PHONY: demo test ci docs test-trainers test-peer test-long test-repeat soak lint format bench golden clean help
+.PHONY: demo test ci docs package test-trainers test-peer test-long test-repeat soak lint lint-versions format bench golden clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: $(STAMP) ## train with 4 ranks over a 100 Mb/s network, dense against compressed, and write a report
+demo: $(COMPILED) ## train with 4 ranks over a 100 Mb/s network, dense against compressed, and write a report
 	$(BIN)/gradwire demo
 
 test: $(STAMP) ## the suite, which compiles all kernels when it first runs
@@ -32,9 +40,10 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(BIN)/python -m tests.fuzz --cases 2000
 	$(BIN)/python -m tests.schedules --schedules 500
 	$(MAKE) test-trainers
+	$(MAKE) package
 	$(MAKE) docs
 
-test-trainers: $(TRAINERS)/.installed ## the examples, and gradwire.trainers with the real accelerate, transformers and lightning
+test-trainers: $(TRAINERS)/.installed ## gradwire.trainers and its examples with the real accelerate, transformers and lightning
 	$(TRAINERS)/bin/python -m pytest -q -m frameworks tests/trainers
 
 test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
@@ -59,10 +68,24 @@ docs: $(DOCS)/.installed ## build the documentation site into build/site; a warn
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "The site is in build/site: open build/site/index.html, or run python3 -m http.server -d build/site"
 
+package: $(PACKAGING)/.installed ## wheel and sdist, checked; the wheel trains on two ranks in an environment of its own; types for other Pythons
+	rm -rf $(WHEELS) build/clean
+	$(PACKAGING)/bin/python -m build --outdir $(WHEELS) .
+	$(PACKAGING)/bin/python -m twine check --strict $(WHEELS)/*
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo $(WHEELS)/*.whl)[cli]"
+	build/clean/bin/python tests/packaging/installed.py
+	$(MAKE) lint-versions
+
+lint-versions: $(STAMP) ## types for the versions of Python that are not run
+	for version in $(PYTHONS); do $(BIN)/mypy --python-version $$version || exit 1; done
+
 lint: $(STAMP) ## format check, linter, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## format the code
@@ -77,12 +100,22 @@ golden: $(STAMP) ## rewrite the golden files, after a deliberate change of a for
 	$(BIN)/python -m tests.golden.update
 
 clean: ## remove the environment and what was built
-	rm -rf $(VENV) $(TRAINERS) $(DOCS) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(DOCS) $(PACKAGING) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cli,report,test,dev]"
+	touch $@
+
+$(COMPILED): $(STAMP) $(KERNELS)
+	@echo "Compiling the kernels of the demo, once; this takes one to two minutes."
+	$(BIN)/python -m gradwire.bench.demo
+	touch $@
+
+$(PACKAGING)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install --quiet --disable-pip-version-check build twine
 	touch $@
 
 $(TRAINERS)/.installed: pyproject.toml

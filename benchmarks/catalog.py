@@ -65,7 +65,7 @@ _AUTO = "--buckets 4,25 --methods ddp-fp32,ddp-trampoline,ddp-fp16,auto"
 _TRAINING = (
     Benchmark(
         "demo", "What do a few methods gain in a real training at 100 Mb/s?",
-        stands_for="gradwire demo",
+        stands_for="gradwire demo --full",
     ),
     _gradwire("replay-text", "What is a step worth when cores do not limit it?", f"{_REPLAY} --seconds 5"),
     _gradwire("auto-text", "Is `auto` ever slower than DDP, with a few large tensors?", f"{_REPLAY},none {_AUTO}"),

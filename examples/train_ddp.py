@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def main() -> nn.Module:
     dist.init_process_group("gloo")  # or "nccl"
     images, labels = load_digits(return_X_y=True)
     samples = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-    sampler = DistributedSampler(samples, seed=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, seed=0)
     batches = DataLoader(samples, batch_size=32, sampler=sampler)
 
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name in _HOMES:
+        importlib.import_module("gradwire.core.torch_version").check_torch()
         if name in ("Plan", "Synchronizer"):
             for module in _REGISTERED:
                 importlib.import_module(module)

@@ -57,10 +57,20 @@ def test_a_variable_with_which_no_job_can_run_is_a_problem(
 
 
 def test_packages_that_are_missing_or_old_come_with_the_command_to_install_them() -> None:
-    old = software._required("numpy", (999, 0))
+    old = software._required("numpy", "999.0")
     assert old.status == PROBLEM and old.advice == "pip install 'numpy>=999.0'"
-    missing = software._required("no-such-package", (1, 2))
+    missing = software._required("no-such-package", "1.2")
     assert missing == Finding(PROBLEM, "no-such-package", "Missing.", "pip install 'no-such-package>=1.2'")
+    optional = software._optional("jinja2", "999.0", "report", "HTML reports")
+    assert optional.status == NOTE and optional.advice == "pip install 'gradwire[report]'"
+
+
+def test_least_versions_are_those_of_the_package() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    least = software.least_versions()
+    assert {"torch", "numpy", "numba", "google-crc32c"} == least[None].keys()
+    assert all(f'"{name}>={wanted}"' in project for name, wanted in least[None].items())
+    assert all(name in least[extra] for name, (extra, _) in software.OPTIONAL.items())
 
 
 def test_kernels_without_a_folder_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,8 +76,12 @@ class ConnectedMethod(Protocol):
         """Totals after `steps` steps."""
         ...
 
-    def settle(self, step: Callable[[], object]) -> str | None:
-        """Take steps at a new rate until the method has adapted to it. All ranks call it.
+    def settle(self, step: Callable[[], object], restart: bool = True) -> str | None:
+        """Take steps at a rate until the method has adapted to it. All ranks call it.
+
+        Args:
+            step: Takes a step.
+            restart: Whether ``auto`` forgets what it knows, like a job that starts at this rate.
 
         Returns:
             What ``auto`` has settled on: one of DDP's own methods, or a plan as JSON. None for all other methods.
@@ -256,7 +260,7 @@ class _Native:
         """See `ConnectedMethod`."""
         return MethodCosts(self._sent * steps, self._dense * steps)
 
-    def settle(self, step: Callable[[], object]) -> None:
+    def settle(self, step: Callable[[], object], restart: bool = True) -> None:
         """Take one step, which fills the queues of the links."""
         step()
 
@@ -293,7 +297,7 @@ class Attached:
         total = self.handle.report().total
         return MethodCosts(total.sent_bytes, total.dense_bytes, total.encode_seconds, total.decode_seconds)
 
-    def settle(self, step: Callable[[], object]) -> str | None:
+    def settle(self, step: Callable[[], object], restart: bool = True) -> str | None:
         """See `_Native.settle`."""
         step()
         return None
@@ -328,9 +332,10 @@ class Automatic(Attached):
         assert self.handle.autopilot is not None, "auto has one"
         self.autopilot = self.handle.autopilot
 
-    def settle(self, step: Callable[[], object]) -> str | None:
-        """Restart, like a job that starts at this rate, and take steps until a decision is made."""
-        self.autopilot.restart()
+    def settle(self, step: Callable[[], object], restart: bool = True) -> str | None:
+        """Take steps until a decision is made."""
+        if restart:
+            self.autopilot.restart()
         step()
         while not self.autopilot.settled:
             step()

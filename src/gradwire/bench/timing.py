@@ -58,7 +58,8 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     sent = (training.connection.costs(training.steps) - before).sent_bytes
     steps = rank.agree(_num_timed(segment, duration, sent, rate))
     rank.set_rate(rate)
-    settled = training.connection.settle(training.step)
+    # A training at this rate has settled already, unless it was too short.
+    settled = training.connection.settle(training.step, restart=rate != segment.train_rate or not segment.train_steps)
     dist.barrier()
     counters = interface_counters() if rank.job.shaped else None
     costs, seconds = training.connection.costs(training.steps), []

@@ -1,9 +1,10 @@
 """The training benchmark: methods train one after another on the same data, and their steps are timed.
 
-All methods run in the same rank processes and from the same seed. The loss curve is trained on links as they are. Then
-the links are shaped, and more steps of the same training are timed, as in 3LC, section 5.2. The step without
-communication, from which ideal steps follow, is timed in the same processes at the beginning and at the end. Without
-the rights for the lab, steps run on loopback, and step times at a rate are predicted and marked as such.
+All methods run in the same rank processes and from the same seed. The loss curve is trained on links as they are, that
+of ``auto`` at the first rate. Then the links are shaped, and more steps of the same training are timed, as in 3LC,
+section 5.2. The step without communication, from which ideal steps follow, is timed in the same processes at the
+beginning and at the end. Without the rights for the lab, steps run on loopback, and step times at a rate are predicted
+and marked as such.
 """
 # Shapes: S = steps of the loss curve, W = ranks
 
@@ -38,9 +39,11 @@ class TrainingOptions:
         ranks: W.
         rates: Rates of the links in both directions, in tc's notation.
         steps: S.
-        train_rate: Rate of the links during these S steps. Default: links as they are, which is faster.
+        train_rate: Rate of the links during these S steps. Default: links as they are, which is faster. For ``auto``,
+            the first of `rates`: what it chooses depends on the rate, and so do its losses.
         validate_every: Interval of further validations, in steps; 0 for none.
         timed_seconds: Approximate duration of the timed steps of each method at each rate.
+        min_timed: Minimum number of timed steps.
         buckets_mb: Bucket sizes to try for DDP's own methods, of which the best counts. Other methods use the first.
         seed: Seed of model and data.
         lab: Whether to shape links. Default: if it is possible.
@@ -56,6 +59,7 @@ class TrainingOptions:
     train_rate: str | None = None
     validate_every: int = 0
     timed_seconds: float = 4.0
+    min_timed: int = 5
     buckets_mb: Sequence[float] = (4.0, 25.0)
     seed: int = 0
     lab: bool | None = None
@@ -98,9 +102,10 @@ def segments_of(options: TrainingOptions) -> list[Segment]:
             method,
             size,
             train_steps=options.steps,
-            train_rate=options.train_rate,
+            train_rate=options.train_rate or (options.rates[0] if methods.is_auto(method) else None),
             validate_every=options.validate_every,
             timed_seconds=options.timed_seconds,
+            min_timed=options.min_timed,
             rates=tuple(options.rates),
         )
         segments.append(first)

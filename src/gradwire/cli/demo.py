@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,35 +22,39 @@ def demo(
     rate: Annotated[
         str, typer.Option(help="Rate of each link in both directions, such as 10mbit, 1gbit or none.")
     ] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps per method.")] = 32,
+    steps: Annotated[int | None, typer.Option(help="Training steps per method. Default: 150; with --full, 32.")] = None,
     methods: Annotated[str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="More methods, with a larger model.")] = False,
     out: Annotated[Path, out_folder(help="Folder of the report.")] = Path("gradwire-report"),
-    workload: Annotated[str, typer.Option(help="Model and data: text, or digits (tiny).")] = "text",
+    workload: Annotated[
+        str | None, typer.Option(help="Model and data: small, text (with --full), or digits (tiny).")
+    ] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="Do not shape links, even if it is possible.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Train a real model with several ranks over a slow network, and see what compression saves.
 
     Each method trains the same model on the same data in the same order. Prints a table and writes a report with plots.
-    Shaping links needs root or unprivileged user namespaces; without them, step times are predicted. Takes about four
-    minutes on two cores.
+    Shaping links needs root or unprivileged user namespaces; without them, step times are predicted. Takes about a
+    minute and a half on two cores, and four minutes with --full. The first run on a machine compiles for a minute more.
 
     Example: gradwire demo --rate 1gbit --methods ddp-fp32,ddp-fp16,threelc
     """
     from gradwire.bench.extras import need
 
     need("matplotlib", "jinja2", extra="cli,report", purpose="the demo's report")
+    from gradwire.bench.demo import FULL, SHORT
     from gradwire.bench.report import write_report
-    from gradwire.bench.training import TrainingOptions
     from gradwire.cli.bench import run_with_bars, show, split_methods
 
-    options = TrainingOptions(
-        workload=workload,
-        methods=split_methods(methods),
+    chosen = FULL if full else SHORT
+    options = replace(
+        chosen,
+        workload=workload or chosen.workload,
+        methods=chosen.methods if methods is None else split_methods(methods),
         ranks=hosts,
         rates=(rate,),
-        steps=steps,
-        timed_seconds=3.0,
+        steps=chosen.steps if steps is None else steps,
         lab=False if loopback else None,
     )
     result = run_with_bars(options)
@@ -58,4 +63,7 @@ def demo(
         typer.echo(json.dumps(result.as_dict() | {"report": str(path.resolve())}, indent=2))
     else:
         show(result)
+        typer.echo(
+            f"{result.train_steps} steps are the beginning of a training: its end can differ, in either direction."
+        )
         typer.echo(f"Report: {path.resolve()}")

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 from gradwire.cli.checks.finding import NOTE, OK, PROBLEM, Check, Finding
 
-REQUIRED = {"torch": (2, 4), "numpy": (1, 26), "numba": (0, 60), "google-crc32c": (1, 6)}
-"""Packages that every job needs, with their least versions."""
 OPTIONAL = {
-    "matplotlib": ("plots of reports", "pip install 'gradwire[report]'"),
-    "jinja2": ("HTML reports", "pip install 'gradwire[report]'"),
-    "triton": ("kernels on GPUs", "pip install 'gradwire[gpu]'"),
+    "matplotlib": ("report", "plots of reports"),
+    "jinja2": ("report", "HTML reports"),
+    "triton": ("gpu", "kernels on GPUs"),
 }
+"""Packages that not every job needs: the extra that installs them, and what they are for."""
+_REQUIREMENT = re.compile(r"([\w.-]+?)>=([\d.]+)(?:.*\bextra == [\"'](\w+)[\"'])?")
 _LOW_DISK_BYTES = 1 << 30
 
 
@@ -35,11 +36,29 @@ def versions() -> Iterator[Finding]:
     yield Finding(
         OK, "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {usable_cores()} cores"
     )
-    for name, least in REQUIRED.items():
-        yield _required(name, least)
-    for name, (purpose, install) in OPTIONAL.items():
-        found = _version(name)
-        yield Finding(OK, name, found) if found else Finding(NOTE, name, f"Missing: no {purpose}.", f"{install}")
+    try:
+        least = least_versions()
+    except PackageNotFoundError:
+        yield Finding(NOTE, "packages", "gradwire is not installed, so their versions are not known.", "pip install .")
+        return
+    for name, wanted in least[None].items():
+        yield _required(name, wanted)
+    for name, (extra, purpose) in OPTIONAL.items():
+        yield _optional(name, least.get(extra, {}).get(name, "0"), extra, purpose)
+
+
+def least_versions() -> dict[str | None, dict[str, str]]:
+    """Least version of each package that gradwire's metadata names, by extra; None for what every job needs.
+
+    Raises:
+        PackageNotFoundError: gradwire is not installed: it runs from a folder of sources.
+    """
+    found: dict[str | None, dict[str, str]] = {None: {}}
+    for requirement in requires("gradwire") or ():
+        if match := _REQUIREMENT.match(requirement):
+            name, wanted, extra = match.groups()
+            found.setdefault(extra, {})[name] = wanted
+    return found
 
 
 def usable_cores() -> int:
@@ -89,13 +108,15 @@ def compiler() -> Iterator[Finding]:
     def add_one(x: int) -> int:
         return x + 1
 
+    advice = "Reinstall it: pip install --force-reinstall numba"
     try:
         compiled: Any = numba.njit(add_one)
-        assert compiled(1) == 2
+        result = compiled(1)
     except Exception as error:
-        yield Finding(
-            PROBLEM, "Numba", f"It cannot compile: {error}", "Reinstall it: pip install --force-reinstall numba"
-        )
+        yield Finding(PROBLEM, "Numba", f"It cannot compile: {error}", advice)
+        return
+    if result != 2:
+        yield Finding(PROBLEM, "Numba", f"It compiles wrong code: 1 + 1 gives {result}.", advice)
         return
     llvm_version = ".".join(map(str, llvm.llvm_version_info))
     host = llvm.get_host_cpu_name()
@@ -132,9 +153,17 @@ def kernel_cache() -> Iterator[Finding]:
 CHECKS: tuple[Check, ...] = (versions, torch_distributed, checksums, compiler, kernel_cache)
 
 
-def _required(name: str, least: tuple[int, ...]) -> Finding:
+def _optional(name: str, wanted: str, extra: str, purpose: str) -> Finding:
+    found, install = _version(name), f"pip install 'gradwire[{extra}]'"
+    if found is None:
+        return Finding(NOTE, name, f"Missing: no {purpose}.", install)
+    if _numbers(found) < _numbers(wanted):
+        return Finding(NOTE, name, f"{found} is older than {wanted}: no {purpose}.", install)
+    return Finding(OK, name, found)
+
+
+def _required(name: str, wanted: str) -> Finding:
     found = _version(name)
-    wanted = ".".join(map(str, least))
     if found is None:
         return Finding(PROBLEM, name, "Missing.", f"pip install '{name}>={wanted}'")
     try:
@@ -143,10 +172,14 @@ def _required(name: str, least: tuple[int, ...]) -> Finding:
         return Finding(
             PROBLEM, name, f"{found}, which cannot be imported: {error}", f"pip install --force-reinstall {name}"
         )
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
-    if numbers < least:
+    if _numbers(found) < _numbers(wanted):
         return Finding(PROBLEM, name, f"{found} is older than {wanted}.", f"pip install '{name}>={wanted}'")
     return Finding(OK, name, found)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
 def _version(name: str) -> str | None:

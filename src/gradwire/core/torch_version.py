@@ -1,0 +1,25 @@
+"""The oldest torch that gradwire runs with."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.core.errors import MissingPackageError
+
+LEAST_TORCH = (2, 4)
+"""As in the requirements of the package. docs/versions.md says why, and what needs a newer one."""
+
+
+def check_torch() -> None:
+    """Check that torch is new enough. pip does so, too, but not for a torch that is installed afterwards.
+
+    Raises:
+        MissingPackageError: torch is too old.
+    """
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise MissingPackageError(
+            f"gradwire needs torch {least} or newer, but version {torch.__version__} is installed. "
+            f"Run `pip install 'torch>={least}'`."
+        )
