@@ -40,7 +40,6 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(BIN)/python -m tests.fuzz --cases 2000
 	$(BIN)/python -m tests.schedules --schedules 500
 	$(MAKE) test-trainers
-	$(MAKE) package
 	$(MAKE) docs
 
 test-trainers: $(TRAINERS)/.installed ## gradwire.trainers and its examples with the real accelerate, transformers and lightning
