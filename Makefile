@@ -43,7 +43,7 @@ ci: test ## what a change must pass: the suite, the longer tests, and campaigns 
 	$(MAKE) docs
 
 test-trainers: $(TRAINERS)/.installed ## gradwire.trainers and its examples with the real accelerate, transformers and lightning
-	$(TRAINERS)/bin/python -m pytest -q -m frameworks tests/trainers
+	$(TRAINERS)/bin/python -m pytest -q -m frameworks tests/trainers tests/docs/test_blocks.py
 
 test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
 	$(BIN)/python -m tests.peer

@@ -59,7 +59,8 @@ def main() -> nn.Module:
     accelerator.print(handle.report())
     handle.detach()
     accelerator.end_training()
-    return accelerator.unwrap_model(model)
+    trained: nn.Module = accelerator.unwrap_model(model)
+    return trained
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> nn.Module:
     model, last = Digits(), options.folder / "last.ckpt"
     # Loads the residuals of all ranks, too.
     trainer.fit(model, DataLoader(samples, 32, shuffle=True), ckpt_path=str(last) if last.exists() else None)
-    if trainer.is_global_zero:
+    if trainer.is_global_zero and callback.handle is not None:
         print(callback.handle.report())
     return model
 

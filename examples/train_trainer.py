@@ -61,7 +61,7 @@ def main() -> nn.Module:
     trainer.add_callback(callback)
     last = get_last_checkpoint(str(options.folder)) if options.folder.exists() else None
     trainer.train(resume_from_checkpoint=last)  # loads the residuals of all ranks, too
-    if trainer.is_world_process_zero():
+    if trainer.is_world_process_zero() and callback.handle is not None:
         print(callback.handle.report())
     return model
 

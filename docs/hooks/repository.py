@@ -70,7 +70,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if site_path is None:
             log.warning("%s names `%s`, which does not exist", place, path)
             return match.group()
-        return f"[`{path}{test}`]({posixpath.relpath(site_path, posixpath.dirname(place))})"
+        shown = path.removeprefix("src/gradwire/")
+        return f"[`{shown}{test}`]({posixpath.relpath(site_path, posixpath.dirname(place))})"
 
     return "".join(piece if fenced else PATH.sub(name, LINK.sub(follow, piece)) for piece, fenced in _pieces(markdown))
 
