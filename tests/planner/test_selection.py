@@ -67,3 +67,27 @@ def test_the_slower_the_link_the_smaller_the_tensors_that_are_compressed():
         assert each[-1]
         assert not each[0]
     assert chosen[0].index(True) > chosen[1].index(True) > chosen[2].index(True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overlap", "exact", "any_way"),
+    [
+        (2, 1.0, "allgather", "allgather"),
+        (4, 0.0, "allgather", "scatter_reduce"),
+        (4, 1.0, "sparse_reduce", "sparse_reduce"),
+        (64, 0.0, "sparse_reduce", "scatter_reduce"),
+        (64, 0.5, "sparse_reduce", "scatter_reduce"),
+        (64, 1.0, "sparse_reduce", "sparse_reduce"),
+    ],
+)
+def test_balanced_sums_are_chosen_for_equal_positions_or_where_exact_sums_are_to_grow_little(
+    world_size: int, overlap: float, exact: str, any_way: str
+) -> None:
+    """At 100 Mb/s. `scatter_reduce` always sends K pairs twice, because owners encode sums again."""
+    job = replace(described(1e8, world_size), overlap=overlap)
+    model, found = [PlannedTensor("w", (4096, 1024))], []
+    for ways in (("allgather", "sparse_reduce"), LISTED):
+        (row,) = plan(model, job, [RankedCompressor("dragonn", ways)], min_elements=0, min_gain=0).rows
+        assert row.spec == "dragonn"
+        found.append(row.strategy)
+    assert found == [exact, any_way]
