@@ -118,3 +118,12 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert list(extreme.run(tmp_path, done=done)) == []
     part = [row for row in rows(extreme.STUDY) if row["method"] == "topk"]
     assert extreme.table(part) == "There is no table before 'dense' is learned and timed."
+
+
+@pytest.mark.ci
+def test_the_figures_of_a_training_are_written_when_it_ends(folder):
+    """Each is a list of rows, which the runner writes at once, and not when the next training begins."""
+    found = extreme.run(folder, steps=20, seeds=1, designs="topk", parts="learn", done=set())
+    (part,) = list(found)
+    assert {key_of(row, extreme.KEY) for row in part} == {("topk", "0")}
+    assert {row["metric"] for row in part} == {"accuracy", "validation_loss", "training_loss"}

@@ -86,17 +86,17 @@ class Study:
         parts: Annotated[str, typer.Option(help="learn, time, or both.")] = "",
         *,
         done: Set[tuple[str, ...]],
-    ) -> Iterator[Row]:
-        """Run all trainings that the record does not have."""
+    ) -> Iterator[list[Row]]:
+        """Run all trainings that the record does not have. The figures of each are written when it ends."""
         chosen, kinds = choose(designs, [design.label for design in self.designs]), choose(parts, PARTS)
         numbers = [*(range(seeds) if "learn" in kinds else ()), *([None] if "time" in kinds else [])]
         for seed in numbers:
             for design in self.designs:
                 if design.label in chosen and (design.label, "" if seed is None else str(seed)) not in done:
                     if seed is None:
-                        yield from self.time(design, data, seconds)
+                        yield list(self.time(design, data, seconds))
                     else:
-                        yield from self.learn(design, data, steps or self.steps, seed)
+                        yield list(self.learn(design, data, steps or self.steps, seed))
 
     def learn(self, design: Design, data: Path, steps: int, seed: int) -> Iterator[Row]:
         """Run a whole training, for losses and the accuracy curve."""

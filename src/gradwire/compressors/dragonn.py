@@ -16,8 +16,9 @@ Source: Wang et al. 2022, algorithm 1. Differences:
   three standard deviations. Of the slots that it fills, the largest 1 - exp(-load) stay, as many as elements above the
   true threshold would have filled. If more elements than that equal the threshold, larger ones still come first. The
   load is then off by sqrt((exp(load) - 1 - load) / slots): below 10 % from 72 slots on, with a load of 1.
-- The sample has 4 expected elements above the threshold or is 1/1024 of the gradient, whichever is larger. The paper
-  samples 1 %, which is too few for small tensors, and for large ones costs more than all else.
+- The sample has 4 expected elements above the threshold or 1/4096 of the gradient, whichever is larger; for small
+  tensors 1/1024, up to 8,192 elements. The paper samples 1 %, which is too few for small tensors, and for large ones
+  costs more than all else.
 - With `carry`, the bound comes from the smallest magnitude sent in the previous step.
 - Empty slots and zeros are not sent.
 """
@@ -33,7 +34,7 @@ import numpy as np
 from gradwire.compressors.base.array import SMALLEST
 from gradwire.compressors.base.decorator import compressor
 from gradwire.compressors.support.warmup import ratio_at, warmed
-from gradwire.lang import ceil, concat, maximum, previous_state, sqrt, where
+from gradwire.lang import ceil, concat, maximum, minimum, previous_state, sqrt, where
 
 _FEW_SLOTS = 256  # below this, the number of filled slots is a poor estimate, and sampling is cheap
 _TOO_FEW = 0.5  # of the elements that should have been sent: the bound was far too high
@@ -76,7 +77,8 @@ def dragonn(g: Any, ratio: float = 0.001, load: float = 1.0, warmup: int = 0, ca
         carry: If true, take the bound of large elements from the previous step when there is one.
     """
     before = previous_state() if carry else 0.0
-    count = maximum(ceil(4 / (ratio * load)), ceil(g.size / 1024))
+    part = maximum(minimum(ceil(g.size / 1024), 8192), ceil(g.size / 4096))
+    count = maximum(ceil(4 / (ratio * load)), part)
     sizes = abs(g).sample(where(before > 0, 1, count) if carry else count).sort(descending=True)
     now = warmed(ratio, warmup)
     large = now * load * sizes.size

@@ -5,24 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire.kernels.cpu.compile import kernel
-from gradwire.kernels.cpu.elements import MAGNITUDE
 from gradwire.kernels.cpu.random import fill_group32
 from gradwire.kernels.cpu.vector import array_at, u32
 from gradwire.kernels.layout import RANDOM32_GROUP
 from gradwire.kernels.reference.hashing import HASH_STREAM
 
 _STREAM = np.uint32(HASH_STREAM)
-_MAGNITUDE, _TAKEN = np.uint32(MAGNITUDE), np.uint32(0xFFFFFFFF)
+_FILLED = np.uint32(0x80000000)
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @kernel
 def hash_slot(position, a, b, slots):
-    """The slot of one position. All arguments are uint64."""
-    x = (position ^ (position >> np.uint64(16))) * np.uint64(0x85EBCA6B) & _WORD
-    x = (x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35) & _WORD
-    x = x ^ (x >> np.uint64(16))
-    return ((x * a + b) >> _HALF) * slots >> _HALF
+    """The slot of one position. All arguments are unsigned and below 2^32, but `a` and `b` are uint64."""
+    # Numba's products of uint32 are uint64. Cut back to 32 bits, LLVM computes them in vectors.
+    x = np.uint32(position)
+    x = np.uint32((x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B))
+    x = np.uint32((x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35))
+    x = x ^ x >> np.uint32(16)
+    return ((np.uint64(x) * a + b) >> _HALF) * (np.uint64(slots) & _WORD) >> _HALF
 
 
 @kernel
@@ -44,14 +45,36 @@ def keep_hashed(index, value, count, largest, slots, places, keys):
         return 0
     bits = array_at(np.uint64(value.ctypes.data), count, u32)  # magnitudes of finite floats order like their bits
     for j in range(count):
-        places[j] = hash_slot(np.uint64(index[j]), a, b, np.uint64(slots))
+        places[j] = hash_slot(index[j], a, b, slots)
     largest[:slots] = 0
+    filled = 0
     for j in range(count):
-        largest[places[j]] = max(largest[places[j]], bits[j] & _MAGNITUDE)
+        before = largest[places[j]]
+        largest[places[j]] = max(before, bits[j] | _FILLED)
+        filled += before == 0
+    for j in range(count):
+        places[j] = largest[places[j]] == bits[j] | _FILLED
+    kept = keep_marked(index, value, count, places)
+    if kept > filled:  # equal magnitudes share a slot
+        for j in range(kept):
+            places[j] = hash_slot(index[j], a, b, slots)
+        for j in range(kept):
+            before = largest[places[j]]
+            largest[places[j]] = 0
+            places[j] = before != 0
+        kept = keep_marked(index, value, kept, places)
+    return kept
+
+
+@kernel
+def keep_marked(index, value, count, marks):
+    """Keep the pairs whose mark is 1, not 0; return how many.
+
+    A loop of its own: together with random reads of a table, it took nine times as long, because a processor cannot
+    read ahead of writes to addresses that it does not know yet.
+    """
     kept = 0
     for j in range(count):
-        stays = np.uint32(largest[places[j]] == bits[j] & _MAGNITUDE)
-        largest[places[j]] |= _TAKEN * stays
         index[kept], value[kept] = index[j], value[j]
-        kept += stays
+        kept += marks[j]
     return kept
