@@ -83,13 +83,14 @@ def _tiles(job: JobView, width: int) -> RenderableType:
     wait = f"{latest.wait / latest.seconds:.0%} waiting" if latest.seconds else "none yet"
     norms = [each.residual_norm for each in statuses if each.residual_norm is not None]
     rollbacks = max(each.rollbacks for each in statuses)
+    room = max(1, width // 5 - 3)
     tiles = [
         ("step", f"{max(each.step for each in statuses):,}", f"{rollbacks:,} rolled back"),
         ("step time", _seconds(latest.seconds or None), wait),
         (
             "step times",
-            sparkline(slowest.history, width // 5 - 3),
-            f"up to {_seconds(max(slowest.history, default=None))}",
+            sparkline(slowest.history, room),
+            f"up to {_seconds(max(slowest.history[-room:], default=None))}",
         ),
         ("bytes saved", _bytes(dense - sent), f"{dense / sent:,.1f}× fewer" if sent else "–"),
         ("residual norm", f"{max(norms):.3g}" if norms else "–", "largest rank"),
