@@ -60,8 +60,9 @@ def test_rows_that_were_not_part_of_every_step_add_up_to_the_total() -> None:
     events = EventStream()
     metrics = Metrics(events)
     for step in range(20):
-        sent = {"method": "DDP's all-reduce", "elements": 1000, "sent_bytes": 4000}
-        name, detail = ("bucket 0", sent) if step < 16 else ("w", {"method": "threelc()", "elements": 1000})
+        same = {"elements": 1000, "members": ["w"]}
+        sent = {"method": "DDP's all-reduce", "sent_bytes": 4000, **same}
+        name, detail = ("bucket 0", sent) if step < 16 else ("w", {"method": "threelc()", **same})
         events.emit(Event("submit", 0.0, 0.0, name, step, 4000, detail=detail))
         if step >= 16:
             events.emit(Event("send", 0.0, 0.0, name, nbytes=1000, peer=1))
@@ -70,6 +71,7 @@ def test_rows_that_were_not_part_of_every_step_add_up_to_the_total() -> None:
     events.emit(Event("submit", 0.0, tensor="numbers", detail={"method": "control message", "elements": 0}))
     events.emit(Event("send", 0.0, 0.0, "numbers", nbytes=14_000, peer=1))
     events.emit(Event("done", 0.0, 0.1, "numbers"))
+    assert metrics.report(0, 2, 20, {}).total.elements == 1000
     lines = str(metrics.report(0, 2, 20, {})).splitlines()
     column = lines[1].index("kB/step"), lines[1].index("kB/step") + len("kB/step")
     assert [float(line[slice(*column)]) for line in lines[2:]] == [3.2, 0.2, 0.7, 4.1]
@@ -86,6 +88,7 @@ def test_residuals_of_fused_tensors_are_in_the_last_row_that_they_were_part_of()
     report = metrics.report(0, 2, 2, {"a": 3.0, "b": 4.0, "c": 12.0})
     assert {name: row.residual_norm for name, row in report.tensors.items()} == {"a and 1 more": 0, "a and 2 more": 13}
     assert report.total.residual_norm == 13
+    assert report.total.elements == report.tensors["a and 2 more"].elements == 10
 
 
 def test_notes_follow_the_table() -> None:

@@ -20,7 +20,7 @@ class TensorMetrics:
 
     Attributes:
         method: Compressor and strategy.
-        elements: Number of elements.
+        elements: Number of elements; 0 when its tensors have moved to other rows, after DDP has rebuilt its buckets.
         syncs: Number of completed synchronizations.
         sent_bytes: Bytes handed to the transport, headers included.
         dense_bytes: Bytes that a ring all-reduce of the uncompressed tensor would have sent: 2 (W − 1)/W of its size.
@@ -130,6 +130,8 @@ class Metrics:
             rows = {name: copy(row) for name, row in self._tensors.items()}
             row_of = dict(self._row_of)
             wait_seconds, rollbacks = self._wait_seconds, self._rollbacks
+        for name in rows.keys() - row_of.values():
+            rows[name].elements = 0
         for name, norm in residual_norms.items():
             row = rows.setdefault(row_of.get(name, name), TensorMetrics())
             row.residual_norm = math.hypot(row.residual_norm, norm)
@@ -148,7 +150,7 @@ class Metrics:
                 row.method, row.elements = event.detail["method"], event.detail["elements"]
                 row.dense_bytes += event.nbytes
                 row.sent_bytes += event.detail.get("sent_bytes", 0)  # not by our transport, which emits its own events
-                self._row_of.update(dict.fromkeys(event.detail.get("members", ()), event.tensor))
+                self._row_of.update(dict.fromkeys(event.detail.get("members") or (event.tensor,), event.tensor))
                 return
             known = self._tensors.get(event.tensor)
             if known is None:

@@ -184,7 +184,7 @@ class Autopilot:
         if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.grad.numel()):
             # The very first gradients of some models are zeros.
             self._sample = self._sampled(bucket, names)
-        future = submit() if self.current.gradwire else self._native_average(bucket)
+        future = submit() if self.current.gradwire else self._native_average(bucket, names)
 
         def arrived(done: Future) -> torch.Tensor:
             self._clock.done(timing)
@@ -192,12 +192,12 @@ class Autopilot:
 
         return future.then(arrived)
 
-    def _native_average(self, bucket: torch_private.GradBucket) -> Future:
+    def _native_average(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> Future:
         """Run DDP's own all-reduce, and emit the events of a tensor of ours. The bytes are those of a ring."""
         buffer, world_size, events = bucket.buffer(), self._synchronizer.world_size, self._synchronizer.events
         begun, row, ring_bytes = time.monotonic(), f"bucket {bucket.index()}", 2 * (world_size - 1) * buffer.nbytes
         detail = {
-            "method": self.current.name, "elements": buffer.numel(),
+            "method": self.current.name, "elements": buffer.numel(), "members": names,
             "sent_bytes": ring_bytes // world_size // (1 if self.current.kind == FP32 else 2),
         }  # fmt: skip
         submit = Event("submit", begun, tensor=row, nbytes=ring_bytes // world_size, detail=detail)
