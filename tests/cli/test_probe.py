@@ -47,7 +47,7 @@ def test_one_rank_is_timed_and_told_what_to_do(app, tmp_path):
 
 
 def test_names_are_refused_before_anything_is_measured(app, tmp_path):
-    with pytest.raises(UnknownNameError, match="deep, digits, text"):
+    with pytest.raises(UnknownNameError, match="deep, digits, small, text"):
         invoke(app, "txt")
     with pytest.raises(UnknownNameError, match="near-lossless"):
         invoke(app, "digits", "--fidelity", "good")

@@ -60,11 +60,17 @@ def frame(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE, env=env).stdout
 
 
+def heed_ctrl_c() -> None:
+    """Jobs that a shell starts in the background, and what they start, ignore it otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def live_frame(folder: Path) -> bytes:
     """What the command draws on a terminal, until Ctrl-C after the first bytes of a frame."""
     terminal, other_end = pty.openpty()
     command = [sys.executable, "-m", "gradwire.cli", "top", "--folder", str(folder), "--interval", "0.1"]
-    process = subprocess.Popen(command, stdin=other_end, stdout=other_end, stderr=other_end, start_new_session=True)
+    ends = {"stdin": other_end, "stdout": other_end, "stderr": other_end, "start_new_session": True}
+    process = subprocess.Popen(command, **ends, preexec_fn=heed_ctrl_c)
     os.close(other_end)
     drawn = b""
     with open(terminal, "rb", buffering=0) as reader:
