@@ -170,8 +170,8 @@ class Staged:
             total.sent_bytes + native, total.dense_bytes + native, total.encode_seconds, total.decode_seconds
         )
 
-    def settle(self, step: Callable[[], object]) -> None:
-        """Fill the queues of the links. Then plan for them, if the stage plans."""
+    def settle(self, step: Callable[[], object], restart: bool = True) -> None:
+        """Fill the queues of the links. Then plan for them, if the stage plans, always anew."""
         step()
         if self.how.chosen:
             self.replan()
