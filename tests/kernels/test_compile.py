@@ -62,6 +62,30 @@ def test_processes_that_compile_at_once_keep_each_others_entries(tmp_path: Path)
     assert len(list((tmp_path / "cache").rglob("*.nbc"))) == len(DTYPES)
 
 
+DIE = """
+import os, numpy as np, summing
+from numba.core.caching import IndexDataCacheFile
+
+IndexDataCacheFile._save_data = lambda self, name, data: os._exit(3)  # the index names it already
+summing.total(np.arange(5, dtype="float32"))
+"""
+
+
+def test_code_of_older_sources_is_never_run(tmp_path: Path) -> None:
+    source = tmp_path / "summing.py"
+    source.write_text(MODULE)
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+
+    def total() -> float:
+        process = start(tmp_path, "float32")
+        return float(process.communicate(timeout=100)[0].split()[0])
+
+    assert total() == 10
+    source.write_text(MODULE.replace("found = x[0]", "found = x[0] + 100"))
+    assert subprocess.run([sys.executable, "-c", DIE], env=env, timeout=100).returncode == 3
+    assert total() == 110
+
+
 def test_the_stamp_of_a_kernel_covers_all_sources_of_kernels() -> None:
     stamp = compiling.kernel(compiling.fingerprint.__wrapped__)._cache._cache_file._source_stamp
     assert stamp[1] == compiling.fingerprint()

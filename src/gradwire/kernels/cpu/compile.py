@@ -1,14 +1,17 @@
 """How kernels are compiled: at first use, without the GIL, cached on disk.
 
-The disk cache is Numba's, with two corrections. Ranks of a job compile at the same time: Numba reads the index, adds a
-line and writes it back, and two processes that do so together can leave an index that names the wrong machine code.
-A lock prevents this. And since helpers are inlined, a change in any module of kernels recompiles every kernel.
+The disk cache is Numba's, with three corrections. Ranks of a job compile at the same time: Numba reads the index, adds
+a line and writes it back, and two processes that do so together can leave an index that names the wrong machine code.
+A lock prevents this. Numba writes the index before the machine code, and uses the file names of older sources again: a
+process that reads or dies in between would leave code of older sources, or of another signature. Files of older
+sources are therefore removed first. And since helpers are inlined, a change in any module of kernels recompiles all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import importlib
 import os
@@ -65,7 +68,11 @@ class _KernelCache(FunctionCache):
         )
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with _locked(Path(self.cache_path)):
+        folder = Path(self.cache_path)
+        with _locked(folder):
+            if not self._cache_file._load_index():  # it is of older sources
+                for path in folder.glob(glob.escape(self._impl.filename_base) + ".*.nbc"):
+                    path.unlink(missing_ok=True)
             super().save_overload(sig, data)
 
 
