@@ -32,8 +32,11 @@ def take_step(one: Synchronizer, step: int, make: Gradient = gradient, used: boo
 
 
 def group_of(
-    world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, mtu: int = 0, **options: Any
-) -> Any:
+    world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, mtu: int = 0,
+    late: str = "kept", divide_by: str = "counted", **options: Any,
+) -> Any:  # fmt: skip
     plan = Plan({"w": codec}, strategy="server", **options)
-    server = LocalOptions("local:1", fraction=fraction, packet_elements=PACKET, mtu=mtu, aggregator=aggregator)
+    server = LocalOptions(
+        "local:1", fraction, late, divide_by, packet_elements=PACKET, mtu=mtu, aggregator=aggregator
+    )  # fmt: skip
     return ranks(world_size, plan, seed=SEED, server=server, tensors={"w": TensorSpec((NUMEL,))})

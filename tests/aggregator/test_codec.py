@@ -40,7 +40,7 @@ def test_an_absent_rank_counts_as_a_gradient_of_zero_and_a_late_one_not_at_all()
     """Of five ranks one is absent and one late: the sum of three, divided by four."""
     codec, absent, late = gw.make("thc", granularity=30), 1, 3
     aggregator = LocalAggregator(lambda step, stream, packet, rank: rank == late and stream == 1)
-    with group_of(5, codec, aggregator, fraction=0.8) as group:
+    with group_of(5, codec, aggregator, fraction=0.8, divide_by="counted") as group:
         means = group.each(lambda one: take_step(one, 0, used=one.rank != absent))
         kept = group.each(held)
         reports = [one.report().total for one in group.synchronizers]
@@ -69,7 +69,7 @@ def test_the_sum_of_the_counted_ranks_is_that_of_a_group_of_them() -> None:
     codec = gw.make("thc", granularity=30)
     # Norms of the others, which they have told in time, are below those of rank 0.
     scaled: Gradient = lambda rank, step: gradient(0, 10 + rank) * (3.0 if rank == 0 else 0.5)  # noqa: E731
-    with group_of(5, codec, aggregator, fraction=0.6, feedback="none") as group:
+    with group_of(5, codec, aggregator, fraction=0.6, divide_by="counted", feedback="none") as group:
         found = group.each(lambda one: take_step(one, 0, scaled))[0]
     for packet, missing in late.items():
         where = slice(packet * PACKET, min(NUMEL, (packet + 1) * PACKET))
@@ -80,19 +80,24 @@ def test_the_sum_of_the_counted_ranks_is_that_of_a_group_of_them() -> None:
         assert torch.equal(found[where], expected), f"packet {packet}"
 
 
+STEPS = 60
+DRAWN = np.random.default_rng(7).random((STEPS, 2, 8, 5))
+MAY_BE_LATE = np.argsort(DRAWN, axis=-1) < 2  # two of five at most
+
+
+def drawn_late(step: int, stream: int, packet: int, rank: int) -> bool:
+    """Who is late in trainings of five ranks."""
+    return bool(MAY_BE_LATE[step, stream, packet, rank]) and DRAWN[step, stream, packet, rank] < 0.4
+
+
+@pytest.mark.parametrize("divide_by", ["all", "counted"])
 @pytest.mark.parametrize(("method", "feedback"), [("thc", None), ("uthc", "error"), ("uthc", None)])
-def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: str | None) -> None:
-    """Conservation: each gradient is counted once. A mean is the sum of those counted over their number; so, weighted
-    by the share of ranks that they are of, means and residuals add up to the mean of all gradients.
+def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: str | None, divide_by: str) -> None:
+    """Conservation: each gradient is counted once. Divided by all, means and residuals add up to the mean of all
+    gradients. Divided by the counted, the same holds with each mean weighted by its share of the ranks.
     """
-    world_size, steps = 5, 60
-    drawn = np.random.default_rng(7).random((steps, 2, 8, world_size))
-    allowed = np.argsort(drawn, axis=-1) < 2  # two of five at most
-
-    def late(step: int, stream: int, packet: int, rank: int) -> bool:
-        return bool(allowed[step, stream, packet, rank]) and drawn[step, stream, packet, rank] < 0.4
-
-    aggregator = LocalAggregator(late)
+    world_size, steps = 5, STEPS
+    aggregator = LocalAggregator(drawn_late)
 
     def run(one: Synchronizer) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         produced, means = torch.zeros(NUMEL, dtype=torch.float64), []
@@ -101,13 +106,13 @@ def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: s
             means.append(take_step(one, step))
         return produced, means, held(one)
 
-    with group_of(world_size, method, aggregator, fraction=0.6, feedback=feedback) as group:
+    with group_of(world_size, method, aggregator, fraction=0.6, divide_by=divide_by, feedback=feedback) as group:
         found = group.each(run)
     replies, means = sums(aggregator), found[0][1]
     assert sum(int((reply.counts < world_size).sum()) for reply in replies) > steps, "many were late"
     for _, other, _ in found:
         assert all(torch.equal(left, right) for left, right in zip(means, other, strict=True))
-    shares = [by_element(reply.counts / world_size) for reply in replies]
+    shares = [by_element(reply.counts / world_size if divide_by == "counted" else np.ones(5)) for reply in replies]
     applied = sum(share * mean.double() for share, mean in zip(shares, means, strict=True))
     produced, left = sum(each[0] for each in found), sum(each[2] for each in found)
     if (method, feedback) == ("uthc", None):  # without feedback until it was late once
@@ -115,6 +120,59 @@ def test_nothing_is_lost_in_sixty_steps_with_latecomers(method: str, feedback: s
         return
     assert left.norm() > 0
     assert torch.allclose(applied + left, produced, rtol=0, atol=1e-4 * float(produced.abs().max()))
+
+
+@pytest.mark.parametrize("divide_by", ["all", "counted"])
+def test_dropped_residuals_are_those_of_a_job_without_latecomers_and_only_late_payloads_are_lost(
+    divide_by: str,
+) -> None:
+    """Bit for bit, also of ranks that were late. A mean lacks what the late payloads stand for, and nothing else."""
+
+    def run(one: Synchronizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        means, kept = [], []
+        for step in range(STEPS):
+            means.append(take_step(one, step))
+            kept.append(held(one))
+        return means, kept
+
+    def late_in_sums(step: int, stream: int, packet: int, rank: int) -> bool:
+        return stream == 1 and drawn_late(step, stream, packet, rank)
+
+    dropping = LocalAggregator(late_in_sums)
+    with group_of(5, "thc", dropping, fraction=0.6, late="dropped", divide_by=divide_by) as group:
+        found = group.each(run)
+        late = [one.report().total.late_elements for one in group.synchronizers]
+    with group_of(5, "thc", LocalAggregator()) as group:
+        expected = group.each(run)
+    for (means, kept), (_, residuals) in zip(found, expected, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(kept, residuals, strict=True))
+        assert all(torch.equal(left, right) for left, right in zip(means, found[0][0], strict=True))
+    replies, num_late = sums(dropping), 0
+    for reply, mean, full in zip(replies, found[0][0], expected[0][0], strict=True):
+        whole = by_element(reply.counts == 5)
+        assert torch.equal(mean[whole], full[whole])
+        assert (mean[~whole] - full[~whole]).norm() > 0.1 * full[~whole].norm()
+        num_late += int((5 - by_element(reply.counts)).sum())
+    assert sum(late) == num_late > STEPS * NUMEL / 5
+
+
+def test_a_dropped_payload_is_what_keeping_it_would_have_kept() -> None:
+    """After one step in which a rank was late: its gradient is in its residual, or that of the payload is lost."""
+    late, left = 3, {}
+    for policy in ("kept", "dropped"):
+        aggregator = LocalAggregator(lambda step, stream, packet, rank: rank == late and stream == 1)
+        with group_of(5, "thc", aggregator, fraction=0.8, late=policy, divide_by="all") as group:
+            mean = group.each(lambda one: take_step(one, 0))[0]
+            left[policy] = mean.double() + sum(group.each(held))
+    with group_of(5, "thc", LocalAggregator()) as group:
+        full = group.each(lambda one: take_step(one, 0))[0]
+        left["all in time"] = full.double() + sum(group.each(held))
+    produced = sum(gradient(rank, 0).double() / 5 for rank in range(5))
+    scale = float(produced.abs().max())
+    assert torch.allclose(left["kept"], produced, rtol=0, atol=1e-5 * scale)
+    assert torch.allclose(left["all in time"], produced, rtol=0, atol=1e-5 * scale)
+    assert torch.allclose(produced - left["dropped"], (full - mean).double(), rtol=0, atol=1e-5 * scale)
+    assert (produced - left["dropped"]).norm() > 0.9 * (gradient(late, 0) / 5).norm(), "it was not small"
 
 
 @pytest.mark.parametrize("udp", [False, True])
@@ -139,7 +197,8 @@ def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp:
                 done[step].release()
         return produced, means, held(one)
 
-    there = gw.Aggregator(f"127.0.0.1:{server.address[1]}", fraction=0.75, packet_elements=PACKET)
+    address, divide_by = f"127.0.0.1:{server.address[1]}", "all" if udp else "counted"
+    there = gw.Aggregator(address, fraction=0.75, divide_by=divide_by, packet_elements=PACKET)
     plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
     with ranks(world_size, plan, seed=SEED, server=there, tensors=specs) as group:
         found = group.each(run)
@@ -149,7 +208,8 @@ def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp:
     assert late == [NUMEL * steps // world_size] * world_size
     for _, means, _ in found:
         assert all(torch.equal(left, right) for left, right in zip(means, found[0][1], strict=True))
-    applied = (world_size - 1) / world_size * sum(mean.double() for mean in found[0][1])
+    share = 1.0 if divide_by == "all" else (world_size - 1) / world_size
+    applied = share * sum(mean.double() for mean in found[0][1])
     produced, left = sum(each[0] for each in found), sum(each[2] for each in found)
     assert torch.allclose(applied + left, produced, rtol=0, atol=1e-4 * float(produced.abs().max()))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import DisagreementError, OptionError
+from gradwire.core.errors import DisagreementError, OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -32,14 +32,25 @@ def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -
     assert gw.Aggregator.of(None) == gw.Aggregator("there:7071")
 
 
-def test_ranks_with_different_server_options_disagree_before_anything_is_sent() -> None:
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("fraction", (0.9, 1.0)), ("late", ("kept", "dropped")), ("divide_by", ("all", "counted"))],
+)
+def test_ranks_with_different_server_options_disagree_before_anything_is_sent(option: str, values: Any) -> None:
     plan, aggregator = Plan({"w": "thc"}, strategy="server"), LocalAggregator()
     with (
-        pytest.raises(DisagreementError, match="fraction"),
-        ranks(2, plan, server=lambda rank: LocalOptions("local:1", fraction=(0.9, 1.0)[rank], aggregator=aggregator)),
+        pytest.raises(DisagreementError, match=option),
+        ranks(2, plan, server=lambda rank: LocalOptions("local:1", aggregator=aggregator, **{option: values[rank]})),
     ):
         pass
     assert aggregator.config is None
+
+
+def test_unknown_policies_are_reported_with_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"late policy of an aggregator 'drop'.* Known: dropped, kept"):
+        gw.Aggregator("there:7071", late="drop")
+    with pytest.raises(UnknownNameError, match="Known: all, counted"):
+        gw.Aggregator("there:7071", divide_by="ranks")
 
 
 def test_later_tensors_and_parts_of_tensors_are_refused() -> None:

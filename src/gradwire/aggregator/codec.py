@@ -1,14 +1,19 @@
 """Encoding and decoding of chunks whose statistics and indices an aggregation server reduces.
 
-The server answers when it has heard enough ranks, and names the ranks in each sum. A rank that was too late keeps what
-it sent in its residual, and the mean is over the others. All ranks must agree on three things. They derive them from
-the server's answers, which are identical on all ranks:
+The server answers when it has heard enough ranks, and names the ranks in each sum. What becomes of the others is a
+policy, the same on all ranks: a rank that was too late keeps what it sent in its residual, or drops it, and the sum of
+the others is divided by the number of all ranks, or by theirs (`gradwire.Aggregator`). All ranks must agree on three
+things. They derive them from the server's answers, which are identical on all ranks:
 
 - *Which ranks are absent*, because their backward pass did not use the parameter: marked next to the statistics. An
   absent rank counts as a gradient of zero.
 - *Whether a gradient is not finite*: infinity among the statistics, or a flag of the sum. Such a step is rolled back.
   If the rank was heard in neither, it drops its gradient and keeps its residual, and the others go on.
-- *The divisor* of each packet: the number of ranks counted and absent.
+- *The divisor* of each packet: the number of all ranks, or of those counted and absent.
+
+Guarantees: kept, and divided by all, what was produced is the sum of all means and residuals. Divided by the counted,
+the same holds with each mean weighted by its share of the ranks. Dropped, residuals are bit for bit those of a job in
+which no rank is late: the payloads that were late are lost, and nothing else.
 
 Source: THC (Li et al. 2024), section 6: partial aggregation. Differences: in the paper, late gradients are lost.
 """
@@ -128,7 +133,7 @@ class ServedCodec(AccumulatorCodec):
         return self._ask(chunk, FrameKind.PAYLOAD, body, out, mine.flags)
 
     def take(self, chunk: Chunk, replies: Sequence[Reply | None], stage: int) -> None:
-        """Write the mean over the gradient, and keep what this rank sent too late."""
+        """Write the mean over the gradient, and keep or drop what this rank sent too late."""
         (reply,) = replies
         out = self.job.values[chunk.slice]
         if self._num_absent[chunk.index] == self.world_size:
@@ -138,7 +143,7 @@ class ServedCodec(AccumulatorCodec):
             self.job.nonfinite = True
             out.fill_(torch.nan)
             return
-        num_late = self._keep_late(chunk, reply)
+        num_late = self._settle_late(chunk, reply)
         mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
         was_scaled = self._write(chunk, reply, mean)
         if mean is not out:
@@ -149,27 +154,35 @@ class ServedCodec(AccumulatorCodec):
             self._events.emit(Event("late", time.monotonic(), 0.0, self.layout.name, self.job.round, detail=detail))
 
     def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> bool:
-        """Write the mean, and return whether it was scaled because not all ranks are in the sum."""
+        """Write the mean, and return whether it was scaled to the number of ranks in the sum."""
         stats = self._stats[chunk.index]
         counts = reply.counts_of_blocks(self._lookup.block, stats[0].size)
         sums, context = self._server_sums.pop(chunk.index), self._context(chunk, self.first_stage)
         self._lookup.finalize_blocks(sums, counts, context, stats, mean)
-        # Encoders scaled by 1 / W, but the sum lacks the ranks that were late.
+        if self._service.divides_by_all:  # as encoders did
+            return False
         divisors = np.maximum(counts, 1) + self._num_absent[chunk.index]
         if (divisors == self.world_size).all():
             return False
         mean *= torch.from_numpy(self._by_element(chunk, (self.world_size / divisors).astype(np.float32)))
         return True
 
-    def _keep_late(self, chunk: Chunk, reply: Reply) -> int:
-        """Stage what this rank sent and the server did not count, and return its number of elements."""
+    def _settle_late(self, chunk: Chunk, reply: Reply) -> int:
+        """Keep or drop what this rank sent and the server did not count, and return its number of elements."""
         if chunk.index not in self._sent:
             return 0
         stats = self._stats[chunk.index]
         counted = reply.counted_blocks(self.rank, self._lookup.block, stats[0].size)
         if counted.all():
             return 0
-        late, context = self._by_element(chunk, ~counted), self._context(chunk, self.first_stage)
+        late = self._by_element(chunk, ~counted)
+        if self._service.keeps_late:
+            self._keep(chunk, late)
+        return int(late.sum())
+
+    def _keep(self, chunk: Chunk, late: np.ndarray) -> None:
+        """Stage what this rank sent of the elements that were late, bool[N]."""
+        context, stats = self._context(chunk, self.first_stage), self._stats[chunk.index]
         size = self._lookup.accumulator_size(self.layout.spec(chunk))
         own_sum = np.zeros(size, self._lookup.accumulator_dtype(self.world_size))
         self._lookup.accumulate(self._sent[chunk.index], context, own_sum)
@@ -177,7 +190,6 @@ class ServedCodec(AccumulatorCodec):
         own = self._own(chunk)
         assert own is not None, "it has sent something"
         self._policy.restore_late(own, sent, late)
-        return int(late.sum())
 
     def _by_element(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:
         """Repeat a value per block for each element of the block."""

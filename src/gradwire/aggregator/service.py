@@ -23,7 +23,7 @@ from gradwire.aggregator.packet import PACKET_HEADER_BYTES
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream, num_needed
 from gradwire.compressors.base import Compressor, LookupCompressor
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.tls import TlsFiles
@@ -34,6 +34,7 @@ from gradwire.wire.frame import FrameFlags, FrameKind
 
 logger = logging.getLogger("gradwire")
 ADDRESS_VARIABLE = "GRADWIRE_AGGREGATOR"
+_POLICIES = {"late": ("kept", "dropped"), "divide_by": ("all", "counted")}
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class Aggregator:
 
     Attributes:
         address: Address as ``"host:port"``.
-        fraction: Fraction of the ranks, rounded up, that a packet's sum waits for; above 1/2. A rank that is late keeps
-            what it sent in its residual. Of 4 ranks, 0.75 waits for 3, and 0.9 for all.
+        fraction: Fraction of the ranks, rounded up, that a packet's sum waits for; above 1/2. Of 4 ranks, 0.75 waits
+            for 3, and 0.9 for all.
+        late: What a rank does with what it sent too late to be counted. ``"kept"``: it goes to its residual, and is
+            sent with the next step. ``"dropped"``: it is lost, as in the paper.
+        divide_by: Divisor of a sum without the late ranks: ``"all"`` ranks, or the ``"counted"`` ones.
         max_misses: A rank that was left out of a packet this many times in a row is waited for.
         packet_elements: Most elements per packet, a multiple of 1,024. The default fits a datagram with accumulators of
             8 bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
@@ -58,6 +62,8 @@ class Aggregator:
 
     address: str
     fraction: float = 1.0
+    late: str = "kept"
+    divide_by: str = "counted"
     max_misses: int = 8
     packet_elements: int = 60 << 10
     mtu: int = 0
@@ -66,6 +72,11 @@ class Aggregator:
     insecure: bool = False
     integrity: str | None = None
     tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in _POLICIES.items():
+            if getattr(self, name) not in known:
+                raise UnknownNameError(f"{name} policy of an aggregator", getattr(self, name), known)
 
     @classmethod
     def of(cls, given: str | Aggregator | None) -> Aggregator | None:
@@ -80,7 +91,7 @@ class Aggregator:
 
     def describe(self) -> dict[str, Any]:
         """Return the options that ranks compare."""
-        names = "address", "fraction", "max_misses", "packet_elements", "mtu", "job"
+        names = "address", "fraction", "late", "divide_by", "max_misses", "packet_elements", "mtu", "job"
         return {name: getattr(self, name) for name in names}
 
     def connect(
@@ -116,10 +127,13 @@ class AggregatorConnection:
 
     Attributes:
         partial: If true, ranks may be left out of a sum.
+        keeps_late: Whether a rank that is late keeps what it sent.
+        divides_by_all: Whether a sum without the late ranks is divided by the number of all ranks.
     """
 
     def __init__(self, aggregator: Aggregator, client: AggregationClient, streams: dict[tuple[int, int], int]) -> None:
         self.partial = client.config.needed < client.config.world_size
+        self.keeps_late, self.divides_by_all = aggregator.late == "kept", aggregator.divide_by == "all"
         self._aggregator, self._client, self._streams = aggregator, client, streams
 
     def check(self, tensors: TensorRegistry) -> None:

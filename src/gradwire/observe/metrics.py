@@ -28,7 +28,8 @@ class TensorMetrics:
         decode_seconds: Time of decodes.
         latency_seconds: Time from submission to result.
         residual_norm: 2-norm of this rank's residuals of both roles, at the time of the report.
-        late_elements: Elements that this rank sent too late to be counted, and kept in its residual.
+        late_elements: Elements that this rank sent too late to be counted. It keeps them in its residual, or drops
+            them if told to.
     """
 
     method: str = ""
