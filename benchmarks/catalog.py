@@ -245,6 +245,11 @@ _THC = (
         "thc-lab", "Where does a round's time go, and when is an accuracy reached? (figures 2a and 5 to 8)",
         "papers.thc.lab",
     ),
+    Benchmark(
+        "thc-simulated",
+        "How fast would seven models and ResNets train on 4 and 8 machines, simulated? (figures 6, 9, 12, 13)",
+        "papers.thc.simulated",
+    ),
 )  # fmt: skip
 _TRAININGS = "--cifar10 FOLDER --sst2 FOLDER"
 _GCOMP = (

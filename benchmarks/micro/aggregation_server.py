@@ -3,6 +3,7 @@
 A server process runs on one core. Four workers in a process on another core send 4-bit indices of one tensor, round
 after round, and receive sums of 8 bits. "rate" is the bytes received over the duration of all rounds, which the workers
 may limit; "capacity" is the bytes received over the processor time of the server. A link of 1 Gb/s carries 125 MB/s.
+Processor time per packet is that of the server, and that of a worker for a packet and its result.
 """
 # Shapes: N = elements of the tensor, W = workers
 
@@ -35,13 +36,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: bytes per second of wall time and of processor time, and processor time per packet received."""
+    """One case: bytes per second of wall time and of processor time, and processor time per packet at both ends."""
 
     transport: str
     packet_elements: int
     rate: float
     capacity: float
     packet_seconds: float
+    worker_packet_seconds: float
     size: int
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -51,6 +53,8 @@ class Figure:
         yield {**where, "metric": f"{self.transport}_in", "value": self.rate, "unit": "B/s"}
         yield {**where, "metric": f"{self.transport}_in_per_cpu_second", "value": self.capacity, "unit": "B/s"}
         yield {**where, "metric": f"{self.transport}_cpu_per_packet", "value": self.packet_seconds, "unit": "s"}
+        spent = self.worker_packet_seconds
+        yield {**where, "metric": f"{self.transport}_worker_cpu_per_packet", "value": spent, "unit": "s"}
 
 
 def config(elements: int, packet_elements: int) -> SessionConfig:
@@ -98,16 +102,20 @@ def measure(transport: str, packet_elements: int, elements: int) -> Figure:
     port = line.recv()
     clients = [AggregationClient(("127.0.0.1", port), agreed, rank) for rank in range(WORKERS)]
     rounds(clients, payloads, outs, 0)  # warms up
-    before = cpu_seconds(process.pid)
+    before, own = cpu_seconds(process.pid), time.process_time()
     began = time.monotonic()
     count = rounds(clients, payloads, outs, 1 << 20)
     seconds, used = time.monotonic() - began, cpu_seconds(process.pid) - before
+    own = time.process_time() - own
     for client in clients:
         client.close()
     process.join(30)
     num_bytes = count * WORKERS * payloads[0].nbytes
     num_packets = count * WORKERS * agreed.num_packets(0)
-    return Figure(transport, packet_elements, num_bytes / seconds, num_bytes / used, used / num_packets, elements)
+    return Figure(
+        *(transport, packet_elements, num_bytes / seconds, num_bytes / used),
+        *(used / num_packets, own / num_packets, elements),
+    )
 
 
 def cpu_seconds(pid: int | None) -> float:
@@ -126,10 +134,17 @@ def run(elements: Annotated[int, typer.Option(help="Elements of the tensor.")] =
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each case."""
     lines = []
-    for rate, capacity, packet in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+    for rate in (row for row in rows if row["metric"].endswith("_in")):
+        found = {
+            row["metric"].removeprefix(rate["metric"].removesuffix("in")): row["value"]
+            for row in rows
+            if row["packet_elements"] == rate["packet_elements"] and row["metric"].startswith(rate["metric"][:4])
+        }
+        of_worker = found.get("worker_cpu_per_packet")  # earlier records lack it
         lines.append(
             f"{rate['metric'].removesuffix('_in')} {rate['packet_elements']:7} indices a packet: "
-            f"{rate['value'] / 1e6:6.0f} MB/s in, {capacity['value'] / 1e6:6.0f} MB/s of processor time, "
-            f"{packet['value'] * 1e6:5.0f} us a packet"
+            f"{rate['value'] / 1e6:6.0f} MB/s in, {found['in_per_cpu_second'] / 1e6:6.0f} MB/s of processor time, "
+            f"{found['cpu_per_packet'] * 1e6:5.0f} us a packet"
+            + ("" if of_worker is None else f", {of_worker * 1e6:5.0f} us of a worker")
         )
     return "\n".join(lines)

@@ -15,9 +15,8 @@ import gradwire as gw
 from gradwire.aggregator.options import AggregationOptions
 from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import SessionConfig
-from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError, UnknownNameError
+from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.core.spec import TensorSpec
-from gradwire.simulate.graphs import graph_of
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -178,8 +177,3 @@ def test_what_a_server_cannot_add_is_refused_with_advice(rules: Any, strategy: s
     for compressor in (gw.make("threelc"), gw.make("none")):
         with pytest.raises(OptionError, match="looks indices up and adds"):
             Plan.of_entries({"w": PlanEntry(compressor, "server")})
-
-
-def test_the_simulator_takes_only_strategies_between_ranks() -> None:
-    with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce"):
-        graph_of(PlanEntry(gw.make("thc"), "server"), (NUMEL,), 0, 2)

@@ -11,13 +11,20 @@ from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import build_app
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
-from tests.simulate.costs import costs, onebit
+from tests.simulate.costs import costs, onebit, summed
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     path.write_text(costs(10e-6, onebit=onebit(2e-10, 2e-10)).to_json())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("costs") / "served.json"
+    path.write_text(costs(10e-6, thc=summed()).to_json())
     return str(path)
 
 
@@ -83,12 +90,30 @@ def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     assert {row["rate_bits"] for row in rows("--costs", str(path), "--latency", "1ms", "--rate", "1gbit")} == {1e9}
 
 
+SERVER = ("--method", "thc", "--compare", "none", "--strategy", "server", "--ranks", "4", "--rate", "1gbit")
+
+
+def test_a_server_in_the_switch_is_faster_than_one_with_a_link_like_others(served: str) -> None:
+    dense, linked = rows("--model", "resnet50", "--costs", served, *SERVER)
+    _, switched = rows("--model", "resnet50", "--costs", served, *SERVER, "--server", "xdp", "--server-rate", "none")
+    _, copied = rows("--model", "resnet50", "--costs", served, *SERVER, "--multicast")
+    assert [dense["strategy"], linked["strategy"]] == ["", "server"]
+    assert switched["step_seconds"] < copied["step_seconds"] < linked["step_seconds"]  # type: ignore[operator]
+    table = run("--model", "resnet50", "--costs", served, *SERVER, "--server", "python")
+    assert table.exit_code == 0 and "server" in table.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
+        (("--server", "xdp"), "Pass --method thc --strategy server"),
+        ((*SERVER, "--server", "tofino"), "Known: python, xdp"),
+        (("--strategy", "server", "--method", "onebit"), 'pass "thc" or "uthc"'),
+        (("--strategy", "servers"), "Did you mean 'server'"),
+        ((*SERVER, "--fold"), "Leave fold and bulk out"),
         (("--ranks", "two"), "whole numbers"),
         (("--straggler", "3:speed=2"), "--straggler 3:slowdown=2"),
-        (("--model", "vgg16"), "Did you mean 'vgg19'"),
+        (("--model", "vgg15"), "Did you mean 'vgg16'"),
         (("--per-node", "3", "--ranks", "4"), "a multiple"),
     ],
 )

@@ -8,8 +8,9 @@ from benchmarks.papers.hipress.equations import Hardware, compressed_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradwire.aggregator.strategy
 from gradwire.compressors import make
-from gradwire.core.errors import UnknownNameError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import FORMS, Leg, native_seconds, route
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
@@ -124,6 +125,12 @@ def test_nothing_to_do_takes_no_time():
 def test_an_unknown_strategy_lists_the_known():
     with pytest.raises(UnknownNameError, match="Known: allgather, hierarchical, ring, scatter_reduce, sparse_reduce"):
         route("none", "rings", 1, 1, costs())
+
+
+def test_a_strategy_with_a_server_is_refused_with_advice():
+    assert gradwire.aggregator.strategy.NAME == "server"  # loaded, so that plans may name it
+    with pytest.raises(OptionError, match="gradwire simulate --strategy server"):
+        route("none", "server", 1, 1, costs())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

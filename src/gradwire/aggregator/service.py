@@ -189,15 +189,11 @@ def agree(
             )
         if partial:  # a block has one divisor, so it must not span packets
             largest_block = max(largest_block, compressor.block)
-        values, bits = compressor.lookup_table(world_size)
-        table = IndexTable(bits, tuple(values.tolist()), 8 * compressor.accumulator_dtype(world_size).itemsize)
-        index = tables.setdefault(table, len(tables))
+        index = tables.setdefault(table_of(compressor, world_size), len(tables))
         for chunk in split(numel, entry.num_ranges(numel, 1)):
             if chunk.count:
-                spec = TensorSpec((chunk.count,), dtype)
                 first_streams[tensors.ids[name], chunk.index] = len(streams)
-                streams.append(Stream(Operation.MAXIMUM, num_statistics(compressor, spec) + world_size))
-                streams.append(Stream(Operation.SUM, compressor.accumulator_size(spec) - 1, index))
+                streams.extend(streams_of(compressor, TensorSpec((chunk.count,), dtype), world_size, index))
     config = SessionConfig(
         world_size,
         tuple(tables),
@@ -210,6 +206,18 @@ def agree(
     if partial:
         _check_blocks(config, largest_block)
     return config, first_streams
+
+
+def table_of(compressor: LookupCompressor, world_size: int) -> IndexTable:
+    """Return the table in which the server looks up a compressor's indices."""
+    values, bits = compressor.lookup_table(world_size)
+    return IndexTable(bits, tuple(values.tolist()), 8 * compressor.accumulator_dtype(world_size).itemsize)
+
+
+def streams_of(compressor: LookupCompressor, spec: TensorSpec, world_size: int, table: int) -> tuple[Stream, Stream]:
+    """Return the streams of a chunk's statistics, with a mark per rank, and of its indices."""
+    statistics = Stream(Operation.MAXIMUM, num_statistics(compressor, spec) + world_size)
+    return statistics, Stream(Operation.SUM, compressor.accumulator_size(spec) - 1, table)
 
 
 def _check_blocks(config: SessionConfig, block: int) -> None:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS, DEFAULT_RATE, DEFAULT_SECONDS = 4, "1gbit", 0.1
 WITHIN_NODES = 20e-6, 0.5e-9  # seconds, and seconds per byte: TCP over loopback, about 2 GB/s
-MODELS = "vgg19, resnet50, ugatit, ugatit-light, bert-base, bert-large, lstm, transformer"
+MODELS = (
+    "vgg16, vgg19, resnet50, resnet101, resnet152, ugatit, ugatit-light, bert-base, bert-large, roberta-base, "
+    "roberta-large, bart-large, gpt2, lstm, transformer"
+)
 
 
 def register(app: typer.Typer) -> None:

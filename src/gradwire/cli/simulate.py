@@ -14,14 +14,17 @@ from gradwire.cli.costs import costs_of, progress
 from gradwire.cli.files import out_file
 from gradwire.cli.options import grouped, seconds, split
 from gradwire.cli.plan import MODELS
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, UnknownNameError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from gradwire.planner.costs import Costs
-    from gradwire.simulate import Cluster, SimulatedLink, SimulatedModel, Straggler
+    from gradwire.simulate import Cluster, SimulatedLink, SimulatedModel, SimulatedServer, Straggler
     from gradwire.simulate.sweep import SweepMethod, SweepRow
+
+
+DEFAULT_LATENCY = "20us"
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +66,8 @@ class MethodOptions:
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategy: scatter_reduce, sparse_reduce, ring, allgather or hierarchical. Default: the plan's choice."
+            help="Strategy: scatter_reduce, sparse_reduce, ring, allgather, hierarchical or server (an aggregator, for "
+            "thc and uthc). Default: the plan's choice."
         ),
     ] = None
     partitions: Annotated[
@@ -104,7 +108,7 @@ class ClusterOptions:
     ] = None
     cores: Annotated[int | None, typer.Option(help="Cores that all ranks share, as in the lab.")] = None
 
-    def clusters(self, link: SimulatedLink | None = None) -> list[Cluster]:
+    def clusters(self, server: SimulatedServer | None, link: SimulatedLink | None = None) -> list[Cluster]:
         """The clusters of all numbers of ranks and rates, or with a measured link if no rate is given.
 
         Raises:
@@ -113,7 +117,7 @@ class ClusterOptions:
         from gradwire.lab.units import parse_rate
         from gradwire.simulate import Cluster, SimulatedLink
 
-        latency = seconds("20us" if self.latency is None else self.latency)
+        latency = seconds(DEFAULT_LATENCY if self.latency is None else self.latency)
         links = [SimulatedLink(parse_rate(text), latency) for text in split(self.rate or "10gbit")]
         if link is not None and self.rate is None:
             if self.latency is not None:
@@ -125,9 +129,54 @@ class ClusterOptions:
         inner = SimulatedLink(parse_rate(self.inner_rate), seconds(self.inner_latency))
         stragglers = dict(_straggler(text) for text in self.straggler or [])
         return [
-            Cluster(count, each, self.per_node, inner, stragglers, self.cores)
+            Cluster(count, each, self.per_node, inner, stragglers, self.cores, server=server)
             for count, each in itertools.product(sorted(_whole_numbers(self.ranks)), links)
         ]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Aggregation server, for the strategy server."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="What adds up: python (packets over TCP, the default) or xdp (in the kernel, frames of 1,500 bytes)."
+        ),
+    ] = None
+    server_rate: Annotated[
+        str | None, typer.Option(help="Rate of its link; none for a server in the switch. Default: that of the ranks.")
+    ] = None
+    multicast: Annotated[
+        bool, typer.Option("--multicast", help="It sends a result once, to all ranks, in frames of 1,500 bytes.")
+    ] = False
+
+    def simulated(self, methods: list[SweepMethod], latency: str | None) -> SimulatedServer | None:
+        """The server, if a method needs one.
+
+        Raises:
+            OptionError: It is unknown, or no method needs one.
+        """
+        from gradwire.lab.units import parse_rate
+        from gradwire.simulate import SimulatedLink, SimulatedServer
+        from gradwire.simulate.cluster import ETHERNET_MTU
+        from gradwire.simulate.served import SERVER
+
+        if not any(method.strategy == SERVER for method in methods):
+            if self != ServerOptions():
+                raise OptionError(
+                    "No method travels through a server, so its options cannot apply. Pass --method thc --strategy "
+                    "server, or leave --server, --server-rate and --multicast out."
+                )
+            return None
+        if self.server not in (None, "python", "xdp"):
+            raise UnknownNameError("server", self.server, ("python", "xdp"))
+        link = None
+        if self.server_rate is not None:
+            link = SimulatedLink(parse_rate(self.server_rate), seconds(DEFAULT_LATENCY if latency is None else latency))
+        if self.server == "xdp":
+            return SimulatedServer.xdp(link, multicast=self.multicast)
+        return SimulatedServer(link, self.multicast, mtu=ETHERNET_MTU if self.multicast else 0)
 
 
 @dataclass(frozen=True)
@@ -160,6 +209,7 @@ def simulate(
     model: ModelOptions,
     methods: MethodOptions,
     cluster: ClusterOptions,
+    server: ServerOptions,
     simulation: SimulationOptions,
     output: SimulationOutput,
 ) -> None:
@@ -180,12 +230,14 @@ def simulate(
         need("matplotlib", extra="report", purpose="the plot")
         check_format(output.plot)
     # All options are checked before anything is measured.
-    chosen, clusters = model.simulated(), cluster.clusters()
+    chosen = model.simulated()
     main, *others = methods.parsed()
     parsed = list(dict.fromkeys([*others, main]))
+    aggregator = server.simulated(parsed, cluster.latency)
+    clusters = cluster.clusters(aggregator)
     costs = costs_of(simulation.costs, [each.canonical for each in parsed], simulation.measure)
     if costs.slowest.seconds_per_byte:
-        clusters = cluster.clusters(SimulatedLink.measured(costs.slowest))
+        clusters = cluster.clusters(aggregator, SimulatedLink.measured(costs.slowest))
     rows = _run(chosen, parsed, clusters, costs, simulation.fold)
     if output.csv is not None:
         write_csv(rows, output.csv)
@@ -222,7 +274,7 @@ def _print(rows: list[SweepRow], costs: Costs, as_json: bool) -> None:
     console.print(_table(rows))
     console.print(
         "Waits, in ms, on the longest chain of dependencies: for messages (wire); for encodes, merges, decodes and a\n"
-        "free processor (codecs).\n"
+        "free processor (codecs); for the processor of a server.\n"
         f"Costs: {costs.made_by or 'from a file'}.",
         highlight=False,
     )
@@ -239,7 +291,8 @@ def _table(rows: list[SweepRow]) -> Table:
         title=f"{rows[0].model}: simulated steps, {1e3 * compute:.4g} ms without communication", box=box.SIMPLE
     )
     names = ("ranks", "link", "method", "step ms", "ideal", "× none", "efficiency", "MB sent")
-    for name in (*names, "waits: wire", "codecs"):
+    served = any(row.split["server"] for row in rows)
+    for name in (*names, "waits: wire", "codecs", *["server"] * served):
         table.add_column(name, justify="left" if name in ("method", "link") else "right", no_wrap=True)
     dense = {(row.ranks, row.rate_bits): row.step_seconds for row in reversed(rows) if row.method == "none"}
     for before, row in zip([None, *rows], rows):
@@ -256,6 +309,7 @@ def _table(rows: list[SweepRow]) -> Table:
                 f"{row.efficiency:.0%}",
             ),
             *(f"{row.sent_bytes / 1e6:.2f}", f"{1e3 * row.split['wire']:.1f}", f"{1e3 * codecs:.1f}"),
+            *[f"{1e3 * row.split['server']:.1f}"] * served,
         )
     return table
 

@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import Literal
 
 from gradwire.compressors.base.registry import DENSE_NAME
-from gradwire.core.errors import UnknownNameError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Cost, Costs
 from gradwire.sync.chunk import RANGE_ALIGNMENT
@@ -323,8 +323,14 @@ def route(
         codec: Costs of the compressor for this tensor, where they depend on its shape.
 
     Raises:
-        UnknownNameError: The strategy has no closed form, or the compressor was not measured.
+        OptionError: The strategy needs a server.
+        UnknownNameError: The strategy is unknown, or the compressor was not measured.
     """
+    if strategy not in FORMS and strategy in STRATEGIES:
+        raise OptionError(
+            f"The planner knows no times of strategy={strategy!r}: its server has a link and a processor that are not "
+            f"among the costs. Simulate it with gradwire simulate --strategy {strategy}, and name it in gradwire.Plan."
+        )
     if strategy not in FORMS:
         raise UnknownNameError("strategy", strategy, FORMS)
     W, codec = costs.world_size, codec or costs.codec(spec)

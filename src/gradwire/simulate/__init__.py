@@ -2,7 +2,8 @@
 
 - `step`, `sweep`: one step, and steps over methods, numbers of ranks and rates.
 - `workload`, `models`, `cluster`: gradients and compute times, the models of HiPress, ranks and links.
-- `jobs`, `graphs`: the jobs of a backward pass, and their operations, made once by the real strategies.
+- `jobs`, `graphs`, `served`: the jobs of a backward pass, and their operations, made once by the real strategies; and
+  those that travel through an aggregation server.
 - `prices`, `machine`, `frames`: costs of tasks and frames, and their measurement on this machine.
 - `fold`, `fragments`, `assemble`, `tasks`: which ranks are simulated, large frames, and all tasks as arrays.
 - `events`, `loop`, `bulk`: the engine, its compiled loop, and HiPress's coordinator.
@@ -12,7 +13,7 @@ The path: `step` → `jobs` → `graphs` → `assemble`, which prices → `event
 """
 
 from gradwire.simulate.bulk import Bulk
-from gradwire.simulate.cluster import Cluster, SimulatedLink, Straggler
+from gradwire.simulate.cluster import Cluster, SimulatedLink, SimulatedServer, Straggler
 from gradwire.simulate.result import StepResult
 from gradwire.simulate.step import step
 from gradwire.simulate.workload import Compute, SimulatedGradient, SimulatedModel
@@ -24,6 +25,7 @@ __all__ = [
     "SimulatedGradient",
     "SimulatedLink",
     "SimulatedModel",
+    "SimulatedServer",
     "StepResult",
     "Straggler",
     "step",

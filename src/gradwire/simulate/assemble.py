@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwire.core.errors import OptionError
-from gradwire.simulate.cluster import Cluster
+from gradwire.simulate.cluster import Cluster, SimulatedLink
 from gradwire.simulate.fold import ChunkShift, Fold, chunk_shift, deliveries
 from gradwire.simulate.fragments import in_fragments, num_fragments, offsets
 from gradwire.simulate.graphs import FusionMember, RankGraph, Shapes, Work, graph_of
 from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.prices import PriceList
+from gradwire.simulate.served import served_graphs
 from gradwire.simulate.tasks import Tasks
 from gradwire.sync.chunk import RANGE_ALIGNMENT, split
 from gradwire.sync.plan_entry import PlanEntry
@@ -65,7 +66,8 @@ class Assembled(NamedTuple):
 
     Attributes:
         tasks: Tasks of all graphs.
-        num_processors: Processors: the engine of each rank, then the transport thread of each.
+        num_processors: Processors: the engine of each rank, then the transport thread of each. The server is a rank
+            more: it receives on the first and sends on the second.
         num_channels: Channels: both directions of each link.
         num_groups: Groups of messages.
         works: Distinct work of each job.
@@ -73,9 +75,9 @@ class Assembled(NamedTuple):
         chunk: Index of the task's chunk; -1 for all chunks of a fusion group (N).
         nbytes: Bytes of the frame of a send or a recv (N).
         graph_job: Job of each graph (G).
-        graph_rank: Simulated rank of each graph, as an index into `Fold.ranks` (G).
-        sent_bytes: Bytes sent by each simulated rank: the mean over the ranks that it stands for.
-        num_messages: Frames sent by all ranks of the cluster.
+        graph_rank: Simulated rank of each graph, as an index into `Fold.ranks`; the next index for the server (G).
+        sent_bytes: Bytes sent by each simulated rank, the mean over the ranks that it stands for; and by the server.
+        num_messages: Frames sent by all ranks of the cluster and the server.
     """
 
     tasks: Tasks
@@ -90,6 +92,11 @@ class Assembled(NamedTuple):
     graph_rank: np.ndarray
     sent_bytes: np.ndarray
     num_messages: float
+
+    @property
+    def num_ends(self) -> int:
+        """Simulated ranks, and the server if there is one."""
+        return self.num_processors // 2
 
 
 class _JobGraphs(NamedTuple):
@@ -109,7 +116,7 @@ def assemble(jobs: Sequence[SimulatedJob], cluster: Cluster, fold: Fold) -> Asse
     Raises:
         OptionError: There are more than `MAX_TASKS` tasks.
     """
-    layout = _Layout(cluster, fold)
+    layout = _Layout(cluster, fold, any(job.prices.served for job in jobs))
     for priority, job in enumerate(jobs):
         layout.add(job, _cached_graphs(job, cluster, fold), priority)
     return layout.done()
@@ -124,6 +131,7 @@ def _cached_graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraph
         *(cluster.ranks, cluster.ranks_per_node, fold.folded, fold.index_of.tobytes()),
         *(repr(entry.compressor), entry.strategy, job.num_chunks(cluster.ranks)[fold.folded]),
         bool(job.members) if fold.folded else (job.shape, job.rotation, job.members),
+        cluster.server if job.prices.served else None,
     )
     if key not in _cache:
         made = _graphs(job, cluster, fold)
@@ -135,6 +143,9 @@ def _cached_graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraph
 
 def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
     entry, world_size, step = job.entry, cluster.ranks, cluster.ranks_per_node
+    if job.prices.served is not None:
+        assert cluster.server is not None and not fold.folded
+        return _JobGraphs(*served_graphs(entry, job.shape, world_size, job.prices.served, cluster.server))
     if not fold.folded:
         graphs = [
             graph_of(
@@ -164,21 +175,23 @@ def _pairs(graphs: list[RankGraph], fold: Fold, world_size: int, moved: ChunkShi
 class _Layout:
     """Collects the arrays of `Tasks`, graph by graph."""
 
-    def __init__(self, cluster: Cluster, fold: Fold) -> None:
+    def __init__(self, cluster: Cluster, fold: Fold, has_server: bool) -> None:
         self._cluster = cluster
         self._fold = fold
+        self._num_ends = len(fold.ranks) + has_server
         self._arrays: dict[str, list[np.ndarray]] = defaultdict(list)
         self._works: list[list[Work]] = []
         self._graphs: list[tuple[int, int, float]] = []  # job, index of the rank, seconds at which it is ready
         self._lengths: list[int] = [0]
         self._pairs: list[np.ndarray] = []
         self._num_tasks = self._num_groups = 0
-        self._sent_bytes = np.zeros(len(fold.ranks))
-        self._sent_frames = np.zeros(len(fold.ranks))
+        self._sent_bytes = np.zeros(self._num_ends)
+        self._sent_frames = np.zeros(self._num_ends)
 
     def add(self, job: SimulatedJob, made: _JobGraphs, priority: int) -> None:
         """Add the graphs of one job."""
-        graphs, pairs = self._in_fragments(job, made) if job.prices.carries else made
+        whole = job.prices.served is not None or not job.prices.carries  # a server's messages are fragments already
+        graphs, pairs = made if whole else self._in_fragments(job, made)
         count = sum(graph.kind.size for graph in graphs)
         if self._num_tasks + count > MAX_TASKS:
             raise OptionError(
@@ -206,12 +219,14 @@ class _Layout:
         return _JobGraphs([graph for graph, _, _ in cut], pairs)
 
     def _add_graph(self, job: SimulatedJob, graph: RankGraph, index: int, priority: int) -> None:
-        rank, add = self._fold.ranks[index], self._append
-        straggler, ones = self._cluster.straggler(rank), np.ones(graph.kind.size, np.int64)
+        add, ones = self._append, np.ones(graph.kind.size, np.int64)
+        straggler = self._cluster.straggler(self._rank(index))
         costs = np.array([self._costs(job, work) for work in graph.works])[graph.work]
         add("kind", graph.kind)
-        carried = np.isin(graph.kind, (SEND, RECV)) & job.prices.carries
-        add("processor", index * ones + len(self._fold.ranks) * carried)
+        carried = np.isin(graph.kind, (SEND, RECV)) & (job.prices.carries or job.prices.served is not None)
+        if index == len(self._fold.ranks):
+            carried = graph.kind == SEND  # a server's results do not wait behind packets that have arrived
+        add("processor", index * ones + self._num_ends * carried)
         add("priority", priority * ones)
         add("pending", graph.pending)
         add("seconds", costs[:, 0] * straggler.slowdown)
@@ -221,20 +236,24 @@ class _Layout:
         add("chunk", graph.chunk)
         add("work", graph.work + len(self._works[-1]))
         self._works[-1].extend(graph.works)
-        self._add_messages(graph, index, costs)
+        self._add_messages(graph, index, costs, job.prices.served is not None)
         self._graphs.append((priority, index, straggler.delay_seconds + straggler.slowdown * job.ready_seconds))
         self._lengths.append(self._lengths[-1] + graph.kind.size)
 
-    def _add_messages(self, graph: RankGraph, index: int, costs: np.ndarray) -> None:
+    def _rank(self, index: int) -> int:
+        """Number of a simulated rank, or of the server, which follows those of all ranks."""
+        return self._fold.ranks[index] if index < len(self._fold.ranks) else self._cluster.ranks
+
+    def _add_messages(self, graph: RankGraph, index: int, costs: np.ndarray, served: bool) -> None:
         """Channels and times of the messages of a graph."""
         cluster, add = self._cluster, self._append
-        node = cluster.node(self._fold.ranks[index])
+        node = cluster.node(self._rank(index))
         inner = (graph.peer // cluster.ranks_per_node == node) & (graph.peer >= 0)
         incoming = (graph.kind == RECV).astype(np.int64)
-        num_nodes = len(self._fold.ranks) // cluster.ranks_per_node
+        num_nodes = self._num_nodes
         outer_channel, inner_channel = index // cluster.ranks_per_node, num_nodes + index
         add("channel", 2 * np.where(inner, inner_channel, outer_channel) + incoming)
-        outer, inside = cluster.outer_link(node), cluster.inner
+        outer, inside = self._outer_link(index, served), cluster.inner
         sends = graph.kind == SEND
         per_byte = np.where(inner, inside.seconds_per_byte, outer.seconds_per_byte)
         acks = np.where(inner, inside.ack_seconds_per_byte, outer.ack_seconds_per_byte)
@@ -249,6 +268,22 @@ class _Layout:
         self._num_groups += 4 * (2 + int(graph.chunk.max(initial=0)))
         self._sent_bytes[index] += costs[sends, 3].sum()
         self._sent_frames[index] += costs[sends, 4].sum()
+
+    @property
+    def _num_nodes(self) -> int:
+        """Simulated nodes; the server is a node of its own."""
+        ranks = len(self._fold.ranks)
+        return ranks // self._cluster.ranks_per_node + self._num_ends - ranks
+
+    def _outer_link(self, index: int, served: bool) -> SimulatedLink:
+        """Link of a simulated rank's node, or of the server, as the messages of a job take it."""
+        cluster = self._cluster
+        if not served:
+            return cluster.outer_link(cluster.node(self._rank(index)))
+        assert cluster.server is not None
+        if index == len(self._fold.ranks):
+            return cluster.server.over(cluster.server.link or cluster.link)
+        return cluster.server.over(cluster.outer_link(cluster.node(self._rank(index))))
 
     def _shapes(self, job: SimulatedJob, work: Work) -> list[tuple[Shapes, float]]:
         """Shapes in the chunks that a task of this work may have, each with its share of all chunks."""
@@ -291,10 +326,11 @@ class _Layout:
             deliveries=np.ascontiguousarray(pairs[:, 1]),
         )
         num_ranks = len(self._fold.ranks)
+        stands_for = np.array([*self._fold.stands_for, *[1] * (self._num_ends - num_ranks)])
         return Assembled(
             tasks,
-            num_processors=2 * num_ranks,
-            num_channels=2 * (num_ranks // self._cluster.ranks_per_node + num_ranks),
+            num_processors=2 * self._num_ends,
+            num_channels=2 * (self._num_nodes + self._num_ends),
             num_groups=self._num_groups,
             works=self._works,
             work=joined["work"],
@@ -303,7 +339,7 @@ class _Layout:
             graph_job=graph_job,
             graph_rank=graph_rank,
             sent_bytes=self._sent_bytes,
-            num_messages=float(self._sent_frames @ np.array(self._fold.stands_for)),
+            num_messages=float(self._sent_frames @ stands_for),
         )
 
 

@@ -1,4 +1,4 @@
-"""The machines of a simulated step: ranks, links, nodes and stragglers."""
+"""The machines of a simulated step: ranks, links, nodes, stragglers and an aggregation server."""
 
 # Shapes: W = ranks, M = ranks of a node.
 
@@ -6,12 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import LinkCosts
+from gradwire.planner.costs import Cost, LinearCost, LinkCosts
 
 _SEGMENT_BYTES = 1448
 _SEGMENT_HEADER_BYTES = 66
+ETHERNET_MTU = 1500
+# Seconds of a packet by its elements, on a core of an AMD EPYC (Zen 5): `python -m benchmarks run aggregation-server`.
+PYTHON_PACKET = LinearCost(22e-6, 4.4e-10)
+RANK_PACKET = LinearCost(27e-6, 3.7e-10)
+RANK_DATAGRAM = LinearCost(30e-6, 0.0)
+XDP_PACKET = LinearCost(1.07e-6, 0.0)  # 1,024 indices: `python -m benchmarks run xdp-packets`
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,49 @@ _TYPICAL = Straggler()
 
 
 @dataclass(frozen=True)
+class SimulatedServer:
+    """The aggregation server of strategy ``"server"``: a node with a link and one processor of its own.
+
+    Times of packets are functions of their number of elements. Those of the server count once for each contribution,
+    with its share of the results; those of a rank count for a contribution and its result together.
+
+    Attributes:
+        link: Its link; None for one like the ranks'. `SimulatedLink(None)` is a server in the switch, or on a host that
+            bridges the ranks: only their own links limit it.
+        multicast: Whether it sends a result once, and the network copies it. Otherwise, it sends one to each rank.
+        packet: Seconds of its processor for a packet of indices.
+        statistics_packet: Seconds of its processor for a packet of the preliminary round.
+        rank_packet: Seconds of a rank's transport for a packet.
+        packet_elements, mtu: As in `gradwire.Aggregator`. With `mtu`, packets are datagrams; otherwise, they are frames
+            of a TCP connection. Acknowledgements of datagrams are not simulated, and none is lost.
+    """
+
+    link: SimulatedLink | None = None
+    multicast: bool = False
+    packet: Cost = PYTHON_PACKET
+    statistics_packet: Cost = PYTHON_PACKET
+    rank_packet: Cost = RANK_PACKET
+    packet_elements: int = 60 << 10
+    mtu: int = 0
+
+    def __post_init__(self) -> None:
+        if self.multicast and not self.mtu:
+            raise OptionError(
+                "Only datagrams can be sent to a multicast group. Pass mtu=1500, or the MTU of the links, or leave "
+                "multicast out."
+            )
+
+    @classmethod
+    def xdp(cls, link: SimulatedLink | None = None, **options: Any) -> SimulatedServer:
+        """A server that adds up in the kernel's packet path; the preliminary round goes to Python (docs/xdp.md)."""
+        return cls(link, packet=XDP_PACKET, rank_packet=RANK_DATAGRAM, mtu=ETHERNET_MTU, **options)
+
+    def over(self, link: SimulatedLink) -> SimulatedLink:
+        """A link as the server's packets take it: datagrams have no TCP headers, and their own are in the packets."""
+        return replace(link, header_bytes=0) if self.mtu else link
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Ranks and their links.
 
@@ -118,6 +168,7 @@ class Cluster:
         cores: Number of cores that all ranks share, if they run on one machine as in the lab; None for a processor per
             rank.
         wake_seconds: Seconds of a core for waking a thread that has waited: context switches, cold caches.
+        server: Aggregation server, for plans with the strategy ``"server"``.
 
     Raises:
         OptionError: A number is out of range, or `ranks_per_node` does not divide `ranks`.
@@ -130,6 +181,7 @@ class Cluster:
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     cores: int | None = None
     wake_seconds: float = 0.0
+    server: SimulatedServer | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % self.ranks_per_node:

@@ -29,6 +29,7 @@ from gradwire.wire.frame import FrameKind
 Shapes = tuple[tuple[int, ...], ...]
 """Shape of each tensor in a chunk."""
 
+CONTRIBUTION, RESULT = "contribution", "result"
 _KINDS = {"send": SEND, "recv": RECV}
 
 
@@ -59,6 +60,7 @@ class Work(NamedTuple):
         whole: Whether it is about all chunks of a fusion group, as in a preliminary round.
         accumulator_bytes: Bytes of one element of an accumulator in a frame; 0 for other frames.
         owners: Number of owners, if it is about lists of pairs by owner; 0 for other strategies.
+        packets: CONTRIBUTION or RESULT, if it sends or receives packets of an aggregation server.
     """
 
     call: str
@@ -72,6 +74,7 @@ class Work(NamedTuple):
     whole: bool = False
     accumulator_bytes: int = 0
     owners: int = 0
+    packets: str = ""
 
 
 class RankGraph(NamedTuple):
@@ -122,24 +125,25 @@ def graph_of(
         members: Tensors of a compressed fusion group.
 
     Raises:
-        UnknownNameError: The strategy needs a server.
+        UnknownNameError: The strategy needs a server: see `gradwire.simulate.served`.
     """
     if entry.strategy not in peer_strategies():
         raise UnknownNameError("strategy between ranks", entry.strategy, peer_strategies())
-
-    def layout_of(shape: tuple[int, ...], rotation: int) -> TensorLayout:
-        return TensorLayout("job", 0, entry, torch.float32, math.prod(shape), shape=shape, rotation=rotation)
-
-    layout: TensorLayout | FusionLayout = layout_of(shape, rotation)
+    layout: TensorLayout | FusionLayout = layout_of(entry, shape, rotation)
     if members:
-        layout = FusionLayout([layout_of(*member) for member in members])
+        layout = FusionLayout([layout_of(entry, *member) for member in members])
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     return _packed(operations_of(layout, rank, world_size, lambda: nodes), layout, world_size)
 
 
+def layout_of(entry: PlanEntry, shape: tuple[int, ...], rotation: int) -> TensorLayout:
+    """A tensor of a job, whatever its name."""
+    return TensorLayout("job", 0, entry, torch.float32, math.prod(shape), shape=shape, rotation=rotation)
+
+
 def _packed(operations: Operations, layout: TensorLayout | FusionLayout, world_size: int) -> RankGraph:
     ops, indices = operations.ops, dict[Work, int]()
-    work = [indices.setdefault(_work(op, ops, layout, world_size), len(indices)) for op in ops]
+    work = [indices.setdefault(work_of(op, ops, layout, world_size), len(indices)) for op in ops]
     return RankGraph(
         list(indices),
         np.array(work, np.int64),
@@ -153,7 +157,8 @@ def _packed(operations: Operations, layout: TensorLayout | FusionLayout, world_s
     )
 
 
-def _work(op: Op, ops: Sequence[Op], layout: TensorLayout | FusionLayout, world_size: int) -> Work:
+def work_of(op: Op, ops: Sequence[Op], layout: TensorLayout | FusionLayout, world_size: int) -> Work:
+    """What an operation does."""
     shapes, whole = _shapes(layout, op.chunk), _is_whole(op, layout)
     owners = world_size if layout.entry.strategy == "sparse_reduce" else 0
     if op.call:

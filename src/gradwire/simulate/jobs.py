@@ -15,6 +15,7 @@ from gradwire.simulate.assemble import SimulatedJob
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.graphs import FusionMember
 from gradwire.simulate.prices import PriceList
+from gradwire.simulate.served import SERVER, ServedPrices
 from gradwire.simulate.workload import SimulatedGradient, SimulatedModel
 from gradwire.sync.fusion import is_fused, rotations
 from gradwire.sync.job import group_name
@@ -52,7 +53,9 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         first, entry = group[0], group[0].entry
         shape = first.gradient.spec.shape if len(group) == 1 else (sum(each.numel for each in group),)
         name = group_name([each.gradient.name for each in group])
-        prices = PriceList(entry.compressor, costs, first.gradient.dtype, fused=bool(members))
+        dtype = first.gradient.dtype
+        served = ServedPrices(entry.compressor, dtype, cluster) if entry.strategy == SERVER else None
+        prices = PriceList(entry.compressor, costs, dtype, fused=bool(members), served=served)
         jobs.append(SimulatedJob(name, shape, entry, ready, first.rotation, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):

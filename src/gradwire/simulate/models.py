@@ -1,13 +1,16 @@
-"""Tensor sizes of the models that HiPress measures: VGG19, ResNet50, UGATIT, Bert, LSTM, Transformer.
+"""Tensor sizes of the models that HiPress and THC measure: image models, UGATIT, language models, LSTM, Transformer.
 
-Every model is derived layer by layer from its published architecture. The number of tensors, total size and largest
-size match the paper's table (a test compares them). A tensor also has the multiply-adds of its layer for one sample,
-from which `ModelShape.backward` estimates when its gradient is ready.
+Every model is derived layer by layer from its published architecture. For HiPress's models, the number of tensors,
+total size and largest size match the paper's table; for those of THC, the number of parameters is that of the public
+implementation (tests compare them). A tensor also has the multiply-adds of its layer for one sample, from which
+`ModelShape.backward` estimates when its gradient is ready.
 
 Source: HiPress (SOSP 2021), table 6, whose MB are 2^20 bytes. Variants that match it: ResNet50 with pre-activation
 (version 2), Bert with both pre-training heads, the LSTM of PyTorch's word language model (1,500 wide, tied, a
 vocabulary of 33,278), TensorFlow's Transformer base (vocabulary of 33,708, no biases in attention), UGATIT at 256 x
-256. Differences: the table has one more gradient for each Bert, perhaps because it counts the tied decoder by name.
+256. THC (NSDI 2024), section 8.1 and appendix D: language models have the head of a classifier of two classes, as for
+SST-2, and samples of 128 tokens. Differences: the table has one more gradient for each Bert, perhaps because it counts
+the tied decoder by name; the larger ResNets are pre-activation, too.
 """
 
 # Shapes: C = channels, L = tokens of a sample.
@@ -43,7 +46,7 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class Published:
-    """Figures of a model in table 6, in MB of 2^20 bytes with four bytes per element."""
+    """Figures of a model in HiPress's table 6, in MB of 2^20 bytes with four bytes per element."""
 
     total_mb: float
     largest_mb: float
@@ -57,7 +60,7 @@ class ModelShape:
     Attributes:
         name: Name in `MODELS`.
         tensors: Parameters in the order of the forward pass.
-        published: Figures of the paper, to compare with.
+        published: Figures of HiPress's paper, to compare with; None for other models.
     """
 
     name: str
@@ -120,9 +123,11 @@ def _norm(name: str, channels: int, positions: int = 1) -> Tensors:
 # -- images ------------------------------------------------------------------------------------------------------
 
 
-def _vgg19() -> Tensors:
+def _vgg(convolutions: int) -> Tensors:
+    """VGG with that many convolutions in each of the last three blocks."""
     inputs, side = 3, 224
-    for block, (outputs, count) in enumerate(((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))):
+    blocks = ((64, 2), (128, 2), (256, convolutions), (512, convolutions), (512, convolutions))
+    for block, (outputs, count) in enumerate(blocks):
         for index in range(count):
             yield from _conv(f"conv{block + 1}_{index + 1}", inputs, outputs, 3, side)
             inputs = outputs
@@ -132,11 +137,12 @@ def _vgg19() -> Tensors:
     yield from _linear("fc8", 4096, 1000)
 
 
-def _resnet50() -> Tensors:
+def _resnet(third: int, second: int = 4) -> Tensors:
+    """ResNet with that many units in the third and second of its four stages."""
     yield from _conv("conv0", 3, 64, 7, 112, bias=False)
     yield from _norm("bn0", 64, 112 * 112)
     inputs, side = 64, 56
-    for stage, (middle, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
+    for stage, (middle, count) in enumerate(((64, 3), (128, second), (256, third), (512, 3)), start=1):
         for unit in range(1, count + 1):
             name, positions = f"stage{stage}.unit{unit}", side * side
             yield from _norm(f"{name}.bn1", inputs, positions)
@@ -206,20 +212,26 @@ def _ugatit_light() -> Tensors:
 # -- text --------------------------------------------------------------------------------------------------------
 
 
+def _layers(stack: str, width: int, num_layers: int, length: int, attentions: tuple[str, ...] = ("",)) -> Tensors:
+    """Layers of Bert, RoBERTa and Bart."""
+    for layer in range(num_layers):
+        name = f"{stack}layer{layer}"
+        for attention in attentions:
+            for part in ("query", "key", "value", "output"):
+                yield from _linear(f"{name}.{attention}attention.{part}", width, width, length)
+            yield from _norm(f"{name}.{attention}attention.norm", width, length)
+        yield from _linear(f"{name}.intermediate", width, 4 * width, length)
+        yield from _linear(f"{name}.output", 4 * width, width, length)
+        yield from _norm(f"{name}.norm", width, length)
+
+
 def _bert(width: int, num_layers: int, length: int = 128) -> Tensors:
     """Bert for pre-training, whose decoder shares the matrix of the vocabulary."""
     vocabulary = 30_522
     for name, rows in (("word", vocabulary), ("position", 512), ("token_type", 2)):
         yield ModelTensor(f"embeddings.{name}.weight", (rows, width))
     yield from _norm("embeddings.norm", width, length)
-    for layer in range(num_layers):
-        name = f"layer{layer}"
-        for part in ("query", "key", "value", "output"):
-            yield from _linear(f"{name}.attention.{part}", width, width, length)
-        yield from _norm(f"{name}.attention.norm", width, length)
-        yield from _linear(f"{name}.intermediate", width, 4 * width, length)
-        yield from _linear(f"{name}.output", 4 * width, width, length)
-        yield from _norm(f"{name}.norm", width, length)
+    yield from _layers("", width, num_layers, length)
     yield from _linear("pooler", width, width)
     yield from _linear("predictions.transform", width, width, length)
     yield from _norm("predictions.norm", width, length)
@@ -227,12 +239,44 @@ def _bert(width: int, num_layers: int, length: int = 128) -> Tensors:
     yield from _linear("seq_relationship", width, 2)
 
 
-def _bert_base() -> Tensors:
-    return _bert(768, 12)
+def _classifier(width: int) -> Tensors:
+    """The head of RoBERTa and Bart for two classes."""
+    yield from _linear("classifier.dense", width, width)
+    yield from _linear("classifier.out", width, 2)
 
 
-def _bert_large() -> Tensors:
-    return _bert(1024, 24)
+def _roberta(width: int, num_layers: int, length: int = 128) -> Tensors:
+    for name, rows in (("word", 50_265), ("position", 514), ("token_type", 1)):
+        yield ModelTensor(f"embeddings.{name}.weight", (rows, width))
+    yield from _norm("embeddings.norm", width, length)
+    yield from _layers("", width, num_layers, length)
+    yield from _classifier(width)
+
+
+def _bart_large(length: int = 128) -> Tensors:
+    width = 1024
+    yield ModelTensor("embedding.weight", (50_265, width))
+    for stack, attentions in (("encoder", ("",)), ("decoder", ("", "cross_"))):
+        yield ModelTensor(f"{stack}.position.weight", (1026, width))
+        yield from _norm(f"{stack}.embedding_norm", width, length)
+        yield from _layers(f"{stack}.", width, 12, length, attentions)
+    yield from _classifier(width)
+
+
+def _gpt2(length: int = 128) -> Tensors:
+    width = 768
+    yield ModelTensor("embedding.weight", (50_257, width))
+    yield ModelTensor("position.weight", (1024, width))
+    for layer in range(12):
+        name = f"layer{layer}"
+        yield from _norm(f"{name}.norm1", width, length)
+        yield from _linear(f"{name}.attention.in", width, 3 * width, length)
+        yield from _linear(f"{name}.attention.out", width, width, length)
+        yield from _norm(f"{name}.norm2", width, length)
+        yield from _linear(f"{name}.feed_forward.in", width, 4 * width, length)
+        yield from _linear(f"{name}.feed_forward.out", 4 * width, width, length)
+    yield from _norm("norm", width, length)
+    yield from _linear("score", width, 2, bias=False)
 
 
 def _lstm() -> Tensors:
@@ -268,14 +312,21 @@ def _transformer() -> Tensors:
         yield ModelTensor(f"{stack}.norm.bias", (width,))
 
 
-MODELS: dict[str, tuple[Callable[[], Tensors], Published]] = {
-    "vgg19": (_vgg19, Published(548.05, 392, 38)),
-    "resnet50": (_resnet50, Published(97.46, 9, 155)),
+MODELS: dict[str, tuple[Callable[[], Tensors], Published | None]] = {
+    "vgg19": (lambda: _vgg(4), Published(548.05, 392, 38)),
+    "resnet50": (lambda: _resnet(6), Published(97.46, 9, 155)),
     "ugatit": (_ugatit, Published(2558.75, 1024, 148)),
     "ugatit-light": (_ugatit_light, Published(511.25, 128, 148)),
-    "bert-base": (_bert_base, Published(420.02, 89.42, 207)),
-    "bert-large": (_bert_large, Published(1282.60, 119.23, 399)),
+    "bert-base": (lambda: _bert(768, 12), Published(420.02, 89.42, 207)),
+    "bert-large": (lambda: _bert(1024, 24), Published(1282.60, 119.23, 399)),
     "lstm": (_lstm, Published(327.97, 190.42, 10)),
     "transformer": (_transformer, Published(234.08, 65.84, 185)),
+    "vgg16": (lambda: _vgg(3), None),
+    "resnet101": (lambda: _resnet(23), None),
+    "resnet152": (lambda: _resnet(36, 8), None),
+    "roberta-base": (lambda: _roberta(768, 12), None),
+    "roberta-large": (lambda: _roberta(1024, 24), None),
+    "bart-large": (_bart_large, None),
+    "gpt2": (_gpt2, None),
 }
-"""Builders and figures of table 6, by name."""
+"""Builders, and figures of HiPress's table 6, by name."""

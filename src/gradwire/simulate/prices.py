@@ -13,6 +13,7 @@ from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Costs, Curve
 from gradwire.planner.options import PlannedTensor, codec_for
 from gradwire.simulate.graphs import Shapes, Work
+from gradwire.simulate.served import ServedPrices
 from gradwire.sync.fusion import LENGTH_BYTES
 from gradwire.sync.sparse_codec import COUNT_BYTES
 from gradwire.wire.frame import FrameKind
@@ -28,12 +29,22 @@ class PriceList:
         costs: Measured costs.
         dtype: Element type of the gradients.
         fused: Whether the job is a compressed fusion group.
+        served: Costs of its packets, if it travels through an aggregation server.
 
     Raises:
         UnknownNameError: The compressor was not measured.
     """
 
-    def __init__(self, compressor: Compressor, costs: Costs, dtype: torch.dtype, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        costs: Costs,
+        dtype: torch.dtype,
+        *,
+        fused: bool = False,
+        served: ServedPrices | None = None,
+    ) -> None:
+        self.served = served
         self._compressor = compressor
         self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
@@ -45,6 +56,9 @@ class PriceList:
         """Seconds of the processor for a task, the engine's own cost per task included."""
         if work.call == "hand":
             return self._costs.task
+        if work.packets:
+            assert self.served is not None
+            return self.served.seconds(work)
         if work.call in ("send", "recv"):
             return self._carry(work, shapes) if self.carries else self._costs.task + self._costs.frame(0)
         priced = getattr(self, f"_{work.call}")
@@ -62,6 +76,9 @@ class PriceList:
 
     def frame_bytes(self, work: Work, shapes: Shapes) -> float:
         """Bytes of a frame with its header, or of a fragment of a frame."""
+        if work.packets:
+            assert self.served is not None
+            return self.served.frame_bytes(work)
         bodies = sum(self._length_bytes + self._body_bytes(work, shape) for shape in shapes)
         return work.share * (self._costs.frame_bytes + bodies)
 
@@ -114,6 +131,12 @@ class PriceList:
         if not self._codec.summable:
             return self._codec.decode(count)
         return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)
+
+    def _take(self, work: Work, count: int) -> float:
+        return _cost(self._codec.finalize, count)
+
+    def _take_stats(self, work: Work, count: int) -> float:
+        return 0.0
 
     def _decode_sum(self, work: Work, count: int) -> float:
         if not self._codec.summable:

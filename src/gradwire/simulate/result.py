@@ -22,11 +22,11 @@ from gradwire.simulate.graphs import Work
 from gradwire.simulate.loop import COMPUTE, RECV, SEND
 from gradwire.simulate.workload import Compute
 
-CAUSES = ("compute", "encode", "merge", "decode", "wire", "processor")
+CAUSES = ("compute", "encode", "merge", "decode", "wire", "server", "processor")
 _CALLS = {
     **dict.fromkeys(("start", "stats", "stats_of_gradient", "encode_dense", "encode_mean", "part"), "encode"),
-    **dict.fromkeys(("encode_and_merge", "reduce_stats", "merge_dense", "sum_parts"), "merge"),
-    **dict.fromkeys(("decode_sum", "decode_dense", "decode_sums"), "decode"),
+    **dict.fromkeys(("encode_and_merge", "reduce_stats", "take_stats", "merge_dense", "sum_parts"), "merge"),
+    **dict.fromkeys(("decode_sum", "decode_dense", "decode_sums", "take"), "decode"),
 }
 
 _Span = tuple[str, float, float]  # name, beginning and end in seconds
@@ -73,15 +73,17 @@ class StepResult:
         seconds: Time of the step, from the earliest beginning to the end of the slowest rank.
         compute_seconds: Time of the same step without communication.
         split: The longest chain of waiting by cause, in seconds, which adds up to `seconds`: the model (``compute``),
-            ``encode``, ``merge``, ``decode``, messages that travel or queue (``wire``), and ready tasks that waited for
-            a processor (``processor``).
+            ``encode``, ``merge``, ``decode``, messages that travel or queue (``wire``), packets that wait for the
+            server's processor or are added there (``server``), and ready tasks that waited for a processor, as
+            well as packets that a rank sends to a server or takes from it (``processor``).
         ranks: Use of the simulated ranks.
         jobs: Times of the jobs, in the order of submission.
         world_size: Ranks of the cluster.
         folded: Whether simulated ranks stand for others.
-        num_messages: Frames sent by all ranks.
+        num_messages: Frames sent by all ranks, and messages of the server.
         processor_seconds: Seconds of all ranks' processors for codecs, engine and frames.
         num_lost: Number of bursts that a queue has lost.
+        server: Use of the aggregation server, whose number follows those of the ranks; None without one.
     """
 
     seconds: float
@@ -94,6 +96,7 @@ class StepResult:
     num_messages: float
     processor_seconds: float = 0.0
     num_lost: int = 0
+    server: RankUse | None = None
     _trace: SimulatedTrace | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -122,6 +125,7 @@ class SimulatedTrace:
         names: Names of the jobs (J).
         ranks: Numbers of the simulated ranks (R).
         spans: Forward pass, backward pass and optimizer of each simulated rank (R).
+        world_size: Ranks of the cluster.
     """
 
     assembled: Assembled
@@ -129,6 +133,7 @@ class SimulatedTrace:
     names: list[str]
     ranks: list[int]
     spans: list[list[_Span]]
+    world_size: int
 
     def split(self, task: int) -> dict[str, float]:
         """Seconds by cause of the chain of waiting that ends with a task, back to the beginning of the step."""
@@ -137,14 +142,18 @@ class SimulatedTrace:
         at, now = task, float(trail.ended[task])
         while at >= 0:
             kind, started, cause = tasks.kind[at], float(trail.started[at]), int(trail.cause[at])
+            at_server = self.assembled.graph_rank[self._graph(at)] == len(self.ranks)
             before = float(trail.ended[cause]) if cause >= 0 else float(tasks.graph_ready[self._graph(at)])
             if kind == RECV:
                 arrived = max(before, float(trail.wire_ended[at]))
                 found["wire"] += arrived - before
-                found["processor"] += now - arrived
+                found["server" if at_server else "processor"] += now - arrived
+            elif at_server:
+                found["server"] += now - before
             else:
-                call = self._work(at, self._graph(at)).call
-                found[_CALLS.get(call, call) if kind == COMPUTE else "wire"] += now - started
+                work = self._work(at, self._graph(at))
+                sending = "processor" if work.packets else "wire"
+                found[_CALLS.get(work.call, work.call) if kind == COMPUTE else sending] += now - started
                 found["processor"] += started - before
             at, now = cause, before
         found["compute"] += now
@@ -158,21 +167,24 @@ class SimulatedTrace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Events of a Chrome trace: one process per rank, with rows for model, engine, link and transport."""
-        for rank, spans in zip(self.ranks, self.spans, strict=True):
-            yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        numbers, servers = list(self.ranks), range(len(self.ranks), self.assembled.num_ends)
+        numbers += [self.world_size for _ in servers]
+        for rank, spans in zip(numbers, [*self.spans, *[[] for _ in servers]], strict=True):
+            name = "server" if rank == self.world_size else f"rank {rank}"
+            yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
             for row, name in enumerate(("model", "engine", "egress", "ingress", "transport")):
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
             for name, start, end in spans:
                 yield _event(name, rank, 0, start, end, {})
         tasks, trail = self.assembled.tasks, self.trail
         for graph, (first, end_) in enumerate(itertools.pairwise(tasks.graph_at.tolist())):
-            rank = self.ranks[int(self.assembled.graph_rank[graph])]
+            rank = numbers[int(self.assembled.graph_rank[graph])]
             for task in range(first, end_):
                 work = self._work(task, graph)
                 args = {"chunk": int(self.assembled.chunk[task]), "elements": sum(map(math.prod, work.shapes))}
                 name = f"{work.phase} {self.names[int(self.assembled.graph_job[graph])]}"
                 if trail.ended[task] > trail.started[task]:
-                    row = 1 if tasks.processor[task] < len(self.ranks) else 4
+                    row = 1 if tasks.processor[task] < self.assembled.num_ends else 4
                     yield _event(name, rank, row, trail.started[task], trail.ended[task], args)
                 if tasks.kind[task] in (SEND, RECV):
                     row = 2 if tasks.kind[task] == SEND else 3
@@ -193,13 +205,14 @@ def result_of(
         for graph, (first, end) in enumerate(itertools.pairwise(assembled.tasks.graph_at.tolist()))
         if end > first
     }
-    done = np.zeros((len(jobs), len(fold.ranks)))  # when each simulated rank holds the mean of each job (J, R)
+    # When each simulated rank holds the mean of each job, and when the server has sent it (J, R or R + 1).
+    done = np.zeros((len(jobs), assembled.num_ends))
     for graph, task in last.items():
         done[assembled.graph_job[graph], assembled.graph_rank[graph]] = trail.ended[task]
     spans = [
         _spans(cluster.straggler(rank), compute, float(done[:, index].max())) for index, rank in enumerate(fold.ranks)
     ]
-    trace = SimulatedTrace(assembled, trail, [job.name for job in jobs], fold.ranks, spans)
+    trace = SimulatedTrace(assembled, trail, [job.name for job in jobs], fold.ranks, spans, cluster.ranks)
     slowest = max(range(len(spans)), key=lambda index: spans[index][-1][2])
     _, (_, _, backward_end), (_, synchronized, end) = spans[slowest]
     if synchronized <= backward_end:
@@ -217,9 +230,24 @@ def result_of(
         cluster.ranks,
         fold.folded,
         assembled.num_messages,
-        float(trail.processor_busy.reshape(2, -1).sum(0) @ np.array(fold.stands_for)),
+        float(trail.processor_busy.reshape(2, -1).sum(0)[: len(fold.ranks)] @ np.array(fold.stands_for)),
         int(trail.lost[0]),
+        _server_use(cluster, fold, assembled, trail, end),
         trace,
+    )
+
+
+def _server_use(cluster: Cluster, fold: Fold, assembled: Assembled, trail: Trail, seconds: float) -> RankUse | None:
+    index = len(fold.ranks)
+    if assembled.num_ends == index:
+        return None
+    link = 2 * (index // cluster.ranks_per_node)
+    return RankUse(
+        *(cluster.ranks, 1, seconds, 0.0),
+        processor=float(trail.processor_busy[index]) / seconds,
+        egress=float(trail.channel_busy[link]) / seconds,
+        ingress=float(trail.channel_busy[link + 1]) / seconds,
+        sent_bytes=float(assembled.sent_bytes[index]),
     )
 
 

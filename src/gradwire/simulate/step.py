@@ -35,18 +35,25 @@ def step(
         cluster: Ranks and links.
         costs: Measured costs of the methods, tasks and frames.
         fold: If true, one rank stands for all ranks that are like it; `gradwire.simulate.fold` says what that assumes.
-            None folds above `MAX_FULL_RANKS` ranks. With `bulk` or a queue that loses, nothing is folded.
+            None folds above `MAX_FULL_RANKS` ranks. With `bulk`, a queue that loses or tensors that travel through a
+            server, nothing is folded.
         bulk: Batching of messages; None sends each message when it is ready. Needs every rank simulated, one per node.
 
     Raises:
-        OptionError: The plan does not cover a gradient, the costs of a method are missing, or the cluster cannot be
-            folded or coordinated.
+        OptionError: The plan does not cover a gradient, the costs of a method are missing, the cluster cannot be
+            folded or coordinated, or it lacks the server that the plan needs.
     """
     chosen = plan if isinstance(plan, Plan) else Plan(plan)
     jobs = jobs_of(model, chosen, cluster, costs) if cluster.ranks > 1 else []
+    served = any(job.prices.served for job in jobs)
     wants_fold = cluster.ranks > MAX_FULL_RANKS and cluster.cores is None if fold is None else fold
     plain = bulk is None and cluster.link.queue_bytes is None
-    simulated = folded(cluster) if wants_fold and plain else unfolded(cluster)
+    if served and (fold or not plain):
+        raise OptionError(
+            'Tensors that travel through a server (strategy="server") can be neither folded nor batched, and their '
+            "packets are not lost. Leave fold and bulk out, with queue_bytes=None."
+        )
+    simulated = folded(cluster) if wants_fold and plain and not served else unfolded(cluster)
     if not jobs:
         return result_without_jobs(cluster, simulated, model.compute)
     assembled = assemble(jobs, cluster, simulated)

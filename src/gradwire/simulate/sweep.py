@@ -12,10 +12,11 @@ from gradwire.compressors.base.registry import compressor_of, spec_of
 from gradwire.core.errors import UnknownNameError
 from gradwire.planner.costs import Costs
 from gradwire.simulate.cluster import Cluster
+from gradwire.simulate.served import SERVER
 from gradwire.simulate.step import step
 from gradwire.simulate.workload import SimulatedModel
 from gradwire.sync.plan import Plan
-from gradwire.sync.strategies import peer_strategies
+from gradwire.sync.strategies import STRATEGIES
 
 
 class SweepMethod(NamedTuple):
@@ -36,12 +37,14 @@ class SweepMethod(NamedTuple):
         """Parse ``SPEC`` or ``SPEC@STRATEGY``. `strategy` applies if the text names none.
 
         Raises:
-            UnknownNameError: The strategy does not exist, or needs a server, which is not simulated.
+            UnknownNameError: The strategy does not exist.
         """
         spec, _, named = text.partition("@")
         found = named or strategy
-        if found is not None and found not in peer_strategies():
-            raise UnknownNameError("strategy between ranks", found, peer_strategies())
+        if found is not None and found not in STRATEGIES:
+            raise UnknownNameError("strategy", found, STRATEGIES)
+        if found == SERVER and compressor_of(spec).exact:
+            found = None  # a server adds none of these, and plans let them travel between ranks
         return cls(spec, found, partitions)
 
     @property
@@ -71,7 +74,8 @@ class SweepRow:
         rate_bits: Rate of the link in bits per second; None for a link that takes no time.
         step_seconds: Time of the step.
         compute_seconds: Time of the step without communication.
-        ideal_seconds: The larger of `compute_seconds` and the time that the busiest link needs for its bytes.
+        ideal_seconds: The larger of `compute_seconds` and the time that the busiest link needs for its bytes, the
+            server's included.
         efficiency: `compute_seconds` over `step_seconds`.
         sent_bytes: Bytes of frames that a rank sends.
         split: The longest chain of waiting by cause, as in `StepResult.split`.
@@ -133,7 +137,8 @@ def sweep(
 
 def _row(model: SimulatedModel, method: SweepMethod, cluster: Cluster, costs: Costs, fold: bool | None) -> SweepRow:
     result = step(model, method.plan(), cluster, costs, fold=fold)
-    busiest = max((max(use.egress, use.ingress) * use.seconds for use in result.ranks), default=0.0)
+    ends = [*result.ranks, *([result.server] if result.server else [])]
+    busiest = max(max(use.egress, use.ingress) * use.seconds for use in ends)
     return SweepRow(
         model.name,
         method.spec,

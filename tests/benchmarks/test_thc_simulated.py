@@ -1,0 +1,56 @@
+"""The simulation of THC's figures: what is free is never slower, and rows become tables and pictures."""
+
+import pytest
+from benchmarks.papers.thc import simulated
+
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+
+
+def line(slope):
+    return LinearCost(0.0, slope)
+
+
+def known():
+    codec = CodecCosts(line(1e-9), line(5e-10), line(5e-10), line(0.5))
+    summed = CodecCosts(
+        line(1e-9), line(5e-10), line(5e-10), line(0.5),
+        stats=line(1e-10), stats_bytes=line(4e-3), accumulate=line(1e-10), finalize=line(3e-10),
+        accumulator_bytes=line(1.0),
+    )  # fmt: skip
+    codecs = {"none": codec, simulated.THC: summed, **dict.fromkeys(simulated.RIVALS, codec)}
+    return Costs(1, (LinkCosts(0.0, 0.0),), codecs, add=line(2e-10), task=1e-5, frame=LinearCost(1e-5, 1e-10))
+
+
+def constants():
+    found = {("server tcp", 8192): 26e-6, ("server tcp", 61_440): 49e-6, ("rank tcp", 8192): 30e-6}
+    found |= {("rank tcp", 61_440): 50e-6, ("server udp", 1024): 18e-6, ("rank udp", 1024): 30e-6}
+    found[("server xdp", 1024)] = 1e-6
+    return [simulated._constant(*key, value) for key, value in found.items()]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    packets = simulated.Packets.of(constants())
+    assert packets.python(61_440) == pytest.approx(49e-6)
+    return [*constants(), *simulated.simulated("12", "resnet50", known(), packets)]
+
+
+def test_bounds_are_bounds(rows):
+    for (rate,), found in simulated._by(rows, "rate"):
+        seconds = {row["method"]: row["value"] for row in found}
+        assert len(seconds) == 14
+        assert seconds["DDP fp16"] <= seconds["DDP fp32"]
+        assert seconds["thc, co-located, all free"] <= seconds["thc, co-located"] * 1.001, rate
+        free = seconds["thc, XDP on bridge, ranks' packets free"]
+        assert seconds["thc, in the switch, all free"] <= free * 1.001 <= seconds["thc, XDP on bridge"] * 1.002
+        assert seconds["thc, Python, link W times"] <= seconds["thc, Python"] * 1.001
+        assert min(seconds.values()) >= found[0]["compute_seconds"]
+
+
+def test_rows_are_shown_and_drawn_as_simulated(rows, tmp_path):
+    text = simulated.table(rows)
+    assert "figure 12, 10gbit: simulated" in text
+    assert "rank udp" in text
+    pytest.importorskip("matplotlib")
+    simulated.plot(rows, tmp_path)
+    assert "Simulated with measured constants" in (tmp_path / "thc-simulated-12.svg").read_text()
