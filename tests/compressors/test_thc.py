@@ -122,6 +122,20 @@ def test_eight_ranks_in_8_bits_at_granularity_30_nine_widen_or_are_refused() -> 
     assert thc(accumulator_bits=8).max_contribution(9) <= 28
 
 
+def test_the_clamp_follows_the_ranks_unless_it_is_given() -> None:
+    assert [1 / thc().table(ranks).p for ranks in (1, 2, 4, 8, 16, 64)] == [32, 32, 64, 128, 256, 256]
+    assert thc(granularity=30).table(16).p == 1 / 256 and thc(granularity=30).table(16).granularity == 30
+    assert thc(p=1 / 32).table(64).p == 1 / 32
+    assert thc().derived_config(16)["p"] == 1 / 256  # tables of 15 do not tell
+
+
+@pytest.mark.parametrize(("world_size", "bound"), [(16, 0.3 * 0.0076), (64, 0.15 * 0.0070)])
+def test_the_default_error_of_copies_with_heavy_tails_falls_with_the_ranks(world_size: int, bound: float) -> None:
+    """The bounds are shares of the errors with p = 1/32."""
+    grad = heavy_tailed(1 << 14)
+    assert nmse(aggregated(thc(), [grad] * world_size), grad) < bound
+
+
 def test_a_payload_takes_half_a_byte_an_element_and_a_norm_a_block() -> None:
     codec = thc(granularity=30)
     assert codec.max_encoded_bytes(TensorSpec((1 << 20,))) == (1 << 19) + 4 * 1024
@@ -165,7 +179,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     blocks = [(150, 256)] if rotate == "full" else [(64, 64), (64, 64), (22, 32)]
     if rotate == "none":
         blocks = [(count, 1) for count, _ in blocks]
-    level = 2 * threshold(codec.p) / codec.lookup_table(num).granularity
+    level = 2 * codec.table(num).threshold / codec.lookup_table(num).granularity
     units = np.repeat(
         [
             np.float32(rms / math.sqrt(length) * level)
@@ -215,7 +229,7 @@ def test_the_error_of_one_rank_is_the_tables_cost_and_what_clamping_takes(bits, 
 
 def test_the_error_of_a_mean_falls_with_the_ranks() -> None:
     """With copies of one gradient, rounding averages out, but clamping does not, since all ranks clamp the same."""
-    grad, codec = normal(1 << 16), thc(granularity=30)
+    grad, codec = normal(1 << 16), thc(granularity=30, p=1 / 32)
     for world_size in (1, 4, 8):
         expected = codec.table(world_size).cost / world_size + clamped_error(1 / 32)
         assert nmse(aggregated(codec, [grad] * world_size), grad) == pytest.approx(expected, rel=0.03)
