@@ -29,11 +29,11 @@ def test_json_is_the_table_and_its_cost_and_is_kept(folder) -> None:
     assert found["table"] == [0, 3, 5, 7, 9, 11, 13, 14, 15, 17, 19, 21, 23, 25, 27, 30]
     assert found["cost"] == pytest.approx(0.0130625, abs=5e-8)
     assert len(list(folder.glob("*.json"))) == 1
-    assert json.loads(run("--bits", "4", "--granularity", "30", "--ranks", "2", "--json")) == found
+    assert json.loads(run("--bits", "4", "--granularity", "30", "--json")) == found
 
 
 def test_people_get_a_table_with_places_and_lanes(folder) -> None:
-    output = run("--bits", "2", "--granularity", "8", "--p", "0.03125", "--ranks", "40")
+    output = run("--bits", "2", "--granularity", "8", "--ranks", "40")
     assert "2 bits, granularity 8" in output
     assert "-2.1539" in output
     assert "accumulators of 16 bits at 40 ranks" in output
@@ -44,7 +44,6 @@ def test_the_granularity_is_chosen_for_the_ranks() -> None:
     assert len(json.loads(run("--ranks", "17", "--json"))["table"]) == 16
     assert json.loads(run("--ranks", "17", "--json"))["table"][-1] == 15
     assert len(json.loads(run("--ranks", "64", "--json"))["table"]) == 16
-    assert "p = 0.003906" in run("--ranks", "64")
 
 
 def test_what_is_impossible_is_said(folder) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire.compressors as compressors
+from gradwire.compressors.base.registry import spec_of
 from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
 from gradwire.core.errors import OptionError, PayloadError
@@ -122,18 +123,26 @@ def test_eight_ranks_in_8_bits_at_granularity_30_nine_widen_or_are_refused() -> 
     assert thc(accumulator_bits=8).max_contribution(9) <= 28
 
 
-def test_the_clamp_follows_the_ranks_unless_it_is_given() -> None:
-    assert [1 / thc().table(ranks).p for ranks in (1, 2, 4, 8, 16, 64)] == [32, 32, 64, 128, 256, 256]
-    assert thc(granularity=30).table(16).p == 1 / 256 and thc(granularity=30).table(16).granularity == 30
-    assert thc(p=1 / 32).table(64).p == 1 / 32
-    assert thc().derived_config(16)["p"] == 1 / 256  # tables of 15 do not tell
+def test_the_clamp_follows_the_ranks_only_if_that_is_asked_for() -> None:
+    assert [thc().table(ranks).p for ranks in (1, 4, 16, 64)] == [1 / 32] * 4
+    assert [1 / thc(p=None).table(ranks).p for ranks in (1, 2, 4, 8, 16, 64)] == [32, 32, 64, 128, 256, 256]
+    table = thc(granularity=30, p=None).table(16)
+    assert (table.granularity, table.p) == (30, 1 / 256)
+
+
+def test_the_chosen_clamp_can_be_written_as_text() -> None:
+    codec = compressors.make("thc:p=None")
+    assert codec.options["p"] is None
+    assert spec_of(codec) == "thc:p=None"
 
 
 @pytest.mark.parametrize(("world_size", "bound"), [(16, 0.3 * 0.0076), (64, 0.15 * 0.0070)])
-def test_the_default_error_of_copies_with_heavy_tails_falls_with_the_ranks(world_size: int, bound: float) -> None:
+def test_the_error_of_copies_with_heavy_tails_falls_with_the_ranks_if_the_clamp_is_chosen(
+    world_size: int, bound: float
+) -> None:
     """The bounds are shares of the errors with p = 1/32."""
     grad = heavy_tailed(1 << 14)
-    assert nmse(aggregated(thc(), [grad] * world_size), grad) < bound
+    assert nmse(aggregated(thc(p=None), [grad] * world_size), grad) < bound
 
 
 def test_a_payload_takes_half_a_byte_an_element_and_a_norm_a_block() -> None:
@@ -229,7 +238,7 @@ def test_the_error_of_one_rank_is_the_tables_cost_and_what_clamping_takes(bits, 
 
 def test_the_error_of_a_mean_falls_with_the_ranks() -> None:
     """With copies of one gradient, rounding averages out, but clamping does not, since all ranks clamp the same."""
-    grad, codec = normal(1 << 16), thc(granularity=30, p=1 / 32)
+    grad, codec = normal(1 << 16), thc(granularity=30)
     for world_size in (1, 4, 8):
         expected = codec.table(world_size).cost / world_size + clamped_error(1 / 32)
         assert nmse(aggregated(codec, [grad] * world_size), grad) == pytest.approx(expected, rel=0.03)

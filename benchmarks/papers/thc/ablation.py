@@ -30,8 +30,8 @@ SAMPLES = 4000
 WHOLE = 1 << 20  # a block as long as any gradient here
 FULL, BLOCKS = "one range", "a range a block"
 OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "thc": ("thc", {"granularity": 36, "p": 1 / 32}, "error"),
-    "thc, no feedback": ("thc", {"granularity": 36, "p": 1 / 32}, "none"),
+    "thc": ("thc", {"granularity": 36}, "error"),
+    "thc, no feedback": ("thc", {"granularity": 36}, "none"),
 }
 for where, rotated, plain in (
     (FULL, {"rotate": "full"}, {"rotate": "none", "block": WHOLE}),

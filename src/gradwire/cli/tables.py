@@ -21,10 +21,8 @@ def tables(
     granularity: Annotated[
         int | None, typer.Option(help="Largest value of the table. Default: chosen for --ranks.")
     ] = None,
-    p: Annotated[
-        float | None, typer.Option(help="Fraction of coordinates that are clipped. Default: chosen for --ranks.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to choose granularity and p for.")] = 8,
+    p: Annotated[float, typer.Option(help="Fraction of coordinates that are clipped.")] = 1 / 32,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to choose the granularity for.")] = 8,
     as_json: Annotated[
         bool, typer.Option("--json", help='Print {"table": [...], "cost": ...} instead of a table.')
     ] = False,
@@ -39,12 +37,9 @@ def tables(
     from gradwire.compressors.support import thc_choice, thc_tables
 
     if granularity is None:
-        thc_tables.check(bits, thc_tables.MAX_GRANULARITY, thc_choice.CLAMPED[0] if p is None else p)
+        thc_tables.check(bits, thc_tables.MAX_GRANULARITY, p)
         chosen = thc_choice.choose(ranks, bits, p).table
-        bits, granularity, p = chosen.bits, chosen.granularity, chosen.p
-    elif p is None:
-        thc_tables.check(bits, granularity, thc_choice.CLAMPED[0])
-        p = thc_choice.choose_p(ranks, bits, granularity)
+        bits, granularity = chosen.bits, chosen.granularity
     found = thc_tables.stored(bits, granularity, p)
     if as_json:
         typer.echo(json.dumps({"table": list(found.values), "cost": found.cost}))

@@ -11,10 +11,10 @@ Body: see `support.homomorphic`; the block statistic is the root mean square.
 Source: THC (Li et al. 2024), algorithms 2 and 3, sections 5.1 to 5.3. Differences: each block of `block` elements has
 its own norm; with one norm for all, blocks of small gradients vanish in the rounding of large ones. Norms travel as
 root mean squares, which never exceed the largest element and so fit a float32. Values of the quantizer lie at
-m + T (M − m) / g, as in algorithm 3, not g + 1. p follows the number of ranks, from 1/32 down to 1/256; the paper
-chooses it for each experiment. Smaller ones would suit equal gradients, but in trainings where ranks agree little, each
-step down costs accuracy (`support.thc_choice`). Norms are known before the transform starts, which is fused with
-quantization; other tensors are processed while norms are reduced.
+m + T (M − m) / g, as in algorithm 3, not g + 1. The paper chooses p for each experiment; here it is 1/32, and p=None
+chooses it for the number of ranks, from 1/32 down to 1/256. That makes the mean of copies more accurate, but costs
+accuracy in trainings whose ranks agree little, so it is not the default (`support.thc_choice`). Norms are known before
+the transform starts, which is fused with quantization; other tensors are processed while norms are reduced.
 """
 # Shapes: N elements of the range, B elements a block, G blocks, W ranks
 
@@ -44,7 +44,7 @@ class THC(Homomorphic):
     Args:
         bits: Bits of an index, from 1 to 8.
         granularity: Largest value of the table; None chooses it for the number of ranks, see `support.thc_choice`.
-        p: Fraction of coordinates that are clamped; None chooses it likewise.
+        p: Fraction of coordinates that are clamped; None chooses it likewise, as if ranks held copies.
         block: Elements that are rotated together and share a scale; a power of two from 64 to 2^20.
         rotate: "block"; "full" to rotate whole ranges; "none".
         accumulator_bits: Bits of an accumulator, 8, 16 or 32; None for the fewest that hold the sum.
@@ -57,7 +57,7 @@ class THC(Homomorphic):
         self,
         bits: int = 4,
         granularity: int | None = None,
-        p: float | None = None,
+        p: float | None = 1 / 32,
         block: int = 1024,
         rotate: str = "block",
         accumulator_bits: int | None = None,
@@ -89,8 +89,9 @@ class THC(Homomorphic):
         return thc_tables.optimal(self.bits, self.granularity, p)
 
     def derived_config(self, world_size: int) -> dict[str, Any]:
-        """See `Compressor`; and the fraction of clamped coordinates."""
-        return {**super().derived_config(world_size), "p": self.table(world_size).p}
+        """See `Compressor`; and p, if it is chosen: tables of evenly spaced values are the same for any p."""
+        chosen = {"p": self.table(world_size).p} if self.p is None else {}
+        return {**super().derived_config(world_size), **chosen}
 
     def lookup_table(self, world_size: int) -> LookupTable:
         """See `LookupCompressor`."""
