@@ -12,8 +12,8 @@ residuals.
 
 Source: THC (Li et al. 2024), figure 10: bits 4, granularity 36, p = 1/32, 8 sentences per worker. Differences: models
 with 50 thousand parameters without pretraining instead of BERT and RoBERTa, so 4 epochs instead of 2; in addition to
-the paper's setting, `thc` with the table and p that the library chooses for the number of ranks ("thc, default"), and
-with p = 1/32 and the table chosen for it ("thc, chosen").
+the paper's setting, `thc` with the table that the library chooses for the number of ranks ("thc, chosen", the default),
+and with p chosen, too ("thc, p chosen", p=None).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from gradwire.core.spec import TensorSpec
 
 KEY, CHOICES = study.KEY, ("seeds",)
 RANKS = (4, 8, 16, 32, 64)
-EPOCHS, SEEDS, P = 4, 8, 1 / 32
-THC, CHOSEN, DEFAULT, TOPK, QSGD = "thc", "thc, chosen", "thc, default", "topk", "qsgd"
-METHODS = (THC, CHOSEN, DEFAULT, TOPK, QSGD)
+EPOCHS, SEEDS = 4, 8
+THC, CHOSEN, P_CHOSEN, TOPK, QSGD = "thc", "thc, chosen", "thc, p chosen", "topk", "qsgd"
+METHODS = (THC, CHOSEN, P_CHOSEN, TOPK, QSGD)
 ERRORS, LOOKED_AT = "errors", 8  # interval in steps
 TASKS = ("sst2", "sst2, fixed words")
 METRICS = {"train_accuracy": "training accuracy", "test_accuracy": "held-out accuracy"}
@@ -67,9 +67,9 @@ def ratio_for(size: int, bits: float) -> float:
 
 def aggregator(cell: study.Cell, size: int) -> Aggregator:
     """Aggregator of a cell."""
-    paper = IntegerSums(homomorphic(granularity=36, p=P), cell.ranks, size, cell.seed)
-    if cell.method in (CHOSEN, DEFAULT):
-        codec = homomorphic(p=P) if cell.method == CHOSEN else homomorphic()
+    paper = IntegerSums(homomorphic(granularity=36), cell.ranks, size, cell.seed)
+    if cell.method in (CHOSEN, P_CHOSEN):
+        codec = homomorphic() if cell.method == CHOSEN else homomorphic(p=None)
         return IntegerSums(codec, cell.ranks, size, cell.seed)
     if cell.method == TOPK:
         codecs = (make("topk", ratio=ratio_for(size, bits)) for bits in (paper.bits_there, paper.bits_back))
