@@ -24,7 +24,7 @@ METHODS = {
     "int8": "int8",  # unbiased: no residual
     "onebit": "onebit{momentum}",  # error feedback, as in 1-bit SGD and HiPress
     "threelc": "threelc{momentum}",  # s = 1, the paper's default, error feedback
-    "thc": "thc",  # bits 4, granularity 30, p = 1/32, error feedback: the paper's choice
+    "thc": "thc",  # 4 bits and p = 1/32, as in the paper; granularity chosen for the ranks; error feedback
     "powersgd": "powersgd",  # rank 4, error feedback
     "topk": "topk:ratio=0.01{momentum}",
     "dgc": "dgc:ratio=0.001{warmup}{momentum}",  # its sections 3.2 and 3.3

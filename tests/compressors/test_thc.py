@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire.compressors as compressors
+from gradwire.compressors.base.registry import spec_of
 from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
 from gradwire.core.errors import OptionError, PayloadError
@@ -122,6 +123,28 @@ def test_eight_ranks_in_8_bits_at_granularity_30_nine_widen_or_are_refused() -> 
     assert thc(accumulator_bits=8).max_contribution(9) <= 28
 
 
+def test_the_clamp_follows_the_ranks_only_if_that_is_asked_for() -> None:
+    assert [thc().table(ranks).p for ranks in (1, 4, 16, 64)] == [1 / 32] * 4
+    assert [1 / thc(p=None).table(ranks).p for ranks in (1, 2, 4, 8, 16, 64)] == [32, 32, 64, 128, 256, 256]
+    table = thc(granularity=30, p=None).table(16)
+    assert (table.granularity, table.p) == (30, 1 / 256)
+
+
+def test_the_chosen_clamp_can_be_written_as_text() -> None:
+    codec = compressors.make("thc:p=None")
+    assert codec.options["p"] is None
+    assert spec_of(codec) == "thc:p=None"
+
+
+@pytest.mark.parametrize(("world_size", "bound"), [(16, 0.3 * 0.0076), (64, 0.15 * 0.0070)])
+def test_the_error_of_copies_with_heavy_tails_falls_with_the_ranks_if_the_clamp_is_chosen(
+    world_size: int, bound: float
+) -> None:
+    """The bounds are shares of the errors with p = 1/32."""
+    grad = heavy_tailed(1 << 14)
+    assert nmse(aggregated(thc(p=None), [grad] * world_size), grad) < bound
+
+
 def test_a_payload_takes_half_a_byte_an_element_and_a_norm_a_block() -> None:
     codec = thc(granularity=30)
     assert codec.max_encoded_bytes(TensorSpec((1 << 20,))) == (1 << 19) + 4 * 1024
@@ -165,7 +188,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     blocks = [(150, 256)] if rotate == "full" else [(64, 64), (64, 64), (22, 32)]
     if rotate == "none":
         blocks = [(count, 1) for count, _ in blocks]
-    level = 2 * threshold(codec.p) / codec.lookup_table(num).granularity
+    level = 2 * codec.table(num).threshold / codec.lookup_table(num).granularity
     units = np.repeat(
         [
             np.float32(rms / math.sqrt(length) * level)

@@ -146,6 +146,25 @@ def test_different_tables_are_found_before_anything_is_sent() -> None:
     assert sent == [0] * 3
 
 
+@pytest.mark.parametrize("p", [None, 1 / 256])
+def test_a_different_clamp_is_found_before_anything_is_sent(p: float | None) -> None:
+    """It is found even where tables do not tell: those of evenly spaced values are the same for any p."""
+
+    class Other(THC):
+        def table(self, world_size: int) -> Table:
+            table = super().table(world_size)
+            return replace(table, p=table.p / 2) if p is None else table
+
+    codecs = [THC(granularity=15, p=None), Other(granularity=15, p=p), THC(granularity=15, p=None)]
+    assert len({codec.table(3).values for codec in codecs}) == 1
+    with ranks(3, lambda rank: Plan({"w": codecs[rank]})) as group:
+        found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        sent = [sum(transport.sent_bytes) for transport in group.network.transports]
+    assert [type(error) for error in found] == [DisagreementError] * 3
+    assert "rank 1" in str(found[0])
+    assert sent == [0] * 3
+
+
 def test_ranks_that_did_not_use_a_parameter_are_not_counted() -> None:
     """Sums are centered by the number of payloads in them, which is their last element."""
     codec, used, chunk = gw.make("thc", granularity=30), (True, False, True), Chunk(0, 0, NUMEL)

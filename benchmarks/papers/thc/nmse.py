@@ -1,10 +1,11 @@
-"""The error of THC by granularity and bits, and of other methods: THC's figures 15 and 2b.
+"""The error of THC by granularity, bits and ranks, and of other methods: THC's figures 15 and 2b.
 
 Figure 15: a gradient of log-normal elements, copied to 10 ranks, p = 1/1024, 2, 3 and 4 bits; the normalized mean
 squared error of the mean by granularity, averaged over 100 gradients. Closed forms predict it: the table's cost over
 the number of ranks, plus the loss by clamping, which is the same on all ranks. Figure 2b: four ranks with copies; the
 error of the mean at the aggregator, and of the mean that ranks receive. For the way back the mean is encoded again,
-except with THC, whose integers are passed on.
+except with THC, whose integers are passed on. By ranks: the error of the mean of copies for 4 to 64 ranks, with
+p = 1/32, the default, and with the p that the library chooses for the number of ranks (p=None).
 
 Agreement with the paper: errors are within 3 % of the closed forms. They fall with the granularity, less and less and
 not evenly, and by a factor of 4 to 6 for each further bit ("almost an order of magnitude" in the paper). TernGrad's
@@ -20,7 +21,6 @@ of 1 of the logarithm, 16,384 elements for figure 15 and 2^20 (a partition of 4 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +43,8 @@ GRANULARITIES = {2: range(3, 46, 3), 3: range(7, 46, 2), 4: range(15, 46)}
 COMPARED = ("terngrad:clip=0", "terngrad", "topk:ratio=0.1", "thc:granularity=30")
 COMPARED_RANKS, COMPARED_SIZE, COMPARED_REPEATS = 4, 1 << 20, 10
 PUBLISHED = {"terngrad:clip=0": 6.95, "topk:ratio=0.1": 0.46}  # section 2.1
-THERE, BACK = "nmse there", "nmse there and back"
+CLAMPS, CLAMP_RANKS = ("thc:p=0.03125", "thc:p=None"), (4, 8, 16, 64)
+THERE, BACK, BY_RANKS = "nmse there", "nmse there and back", "nmse by ranks"
 SEED = 0
 
 Figure = dict[str, Any]
@@ -87,10 +88,7 @@ def there_and_back(codec: Compressor, grads: Sequence[torch.Tensor], step: int) 
 
 def predicted(table: thc_tables.Table, num_ranks: int) -> float:
     """Predicted error of the mean of identical gradients with normal coordinates."""
-    t = table.threshold
-    density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-    clamped = (1 + t * t) * table.p - 2 * t * density
-    return table.cost / num_ranks + clamped
+    return table.cost / num_ranks + thc_tables.clamping_error(table.p)
 
 
 def granularity_figures(repeats: int) -> Iterator[Figure]:
@@ -122,6 +120,16 @@ def compared_figures(repeats: int) -> Iterator[Figure]:
             yield {**here, "metric": "nmse", "source": "published", "value": PUBLISHED[spec], "size": ""}
 
 
+def clamp_figures(repeats: int) -> Iterator[Figure]:
+    """Compute the errors by number of ranks, with p = 1/32 and with the p that is chosen."""
+    for ranks in CLAMP_RANKS:
+        for spec in CLAMPS:
+            errors = [nmse(there_and_back(compressor_of(spec), [grad] * ranks, step)[1], grad)
+                      for step, grad in enumerate(gradient(SIZE, repeat) for repeat in range(repeats))]  # fmt: skip
+            yield {"method": spec, "metric": BY_RANKS, "unit": "ratio", "ranks": ranks, "size": SIZE,
+                   "dtype": "float32", "source": "measured", **_spread(errors)}  # fmt: skip
+
+
 def _spread(errors: list[float]) -> Figure:
     p20, p80 = np.percentile(errors, [20, 80])
     return {"value": float(np.mean(errors)), "p20": float(p20), "p80": float(p80), "samples": len(errors)}
@@ -147,6 +155,10 @@ def table(rows: Sequence[Figure]) -> str:
     lines.append(f"{'NMSE, 4 ranks':22}{'there':>10}{'and back':>10}{'published':>10}")
     there, back = ({each["method"]: each["value"] for each in rows if each["metric"] == way} for way in (THERE, BACK))
     lines += [f"  {name:20}{there[name]:10.4f}{back[name]:10.4f}{PUBLISHED.get(name, ''):>10}" for name in there]
+    lines.append("NMSE of the mean of copies, " + ", ".join(CLAMPS))
+    by_ranks = {(each["method"], each["ranks"]): each["value"] for each in rows if each["metric"] == BY_RANKS}
+    for ranks in sorted({ranks for _, ranks in by_ranks}):
+        lines.append(f"  {ranks:2} ranks  " + "".join(f"{by_ranks[spec, ranks]:10.5f}" for spec in CLAMPS))
     return "\n".join(lines)
 
 
@@ -170,6 +182,7 @@ def plot(rows: Sequence[Figure], folder: Path) -> None:
 
 
 def run(repeats: Annotated[int, typer.Option(help="Gradients of figure 15.")] = REPEATS) -> Iterator[Figure]:
-    """Compute both figures."""
+    """Compute both figures, and the errors by number of ranks."""
     yield from granularity_figures(repeats)
     yield from compared_figures(min(repeats, COMPARED_REPEATS))
+    yield from clamp_figures(min(repeats, COMPARED_REPEATS))

@@ -11,8 +11,10 @@ Body: see `support.homomorphic`; the block statistic is the root mean square.
 Source: THC (Li et al. 2024), algorithms 2 and 3, sections 5.1 to 5.3. Differences: each block of `block` elements has
 its own norm; with one norm for all, blocks of small gradients vanish in the rounding of large ones. Norms travel as
 root mean squares, which never exceed the largest element and so fit a float32. Values of the quantizer lie at
-m + T (M − m) / g, as in algorithm 3, not g + 1. Norms are known before the transform starts, which is fused with
-quantization; other tensors are processed while norms are reduced.
+m + T (M − m) / g, as in algorithm 3, not g + 1. The paper chooses p for each experiment; here it is 1/32, and p=None
+chooses it for the number of ranks, from 1/32 down to 1/256. That makes the mean of copies more accurate, but costs
+accuracy in trainings whose ranks agree little, so it is not the default (`support.thc_choice`). Norms are known before
+the transform starts, which is fused with quantization; other tensors are processed while norms are reduced.
 """
 # Shapes: N elements of the range, B elements a block, G blocks, W ranks
 
@@ -42,7 +44,7 @@ class THC(Homomorphic):
     Args:
         bits: Bits of an index, from 1 to 8.
         granularity: Largest value of the table; None chooses it for the number of ranks, see `support.thc_choice`.
-        p: Fraction of coordinates that are clamped.
+        p: Fraction of coordinates that are clamped; None chooses it likewise, as if ranks held copies.
         block: Elements that are rotated together and share a scale; a power of two from 64 to 2^20.
         rotate: "block"; "full" to rotate whole ranges; "none".
         accumulator_bits: Bits of an accumulator, 8, 16 or 32; None for the fewest that hold the sum.
@@ -55,18 +57,18 @@ class THC(Homomorphic):
         self,
         bits: int = 4,
         granularity: int | None = None,
-        p: float = 1 / 32,
+        p: float | None = 1 / 32,
         block: int = 1024,
         rotate: str = "block",
         accumulator_bits: int | None = None,
     ) -> None:
         super().__init__(bits, block, rotate, accumulator_bits)
-        self.p = options.real("p", p, thc_tables.MIN_P, 0.5)
+        self.p = None if p is None else options.real("p", p, thc_tables.MIN_P, 0.5)
         self.granularity = granularity
         if granularity is not None:
             most = thc_tables.MAX_GRANULARITY
             self.granularity = options.integer("granularity", granularity, 1, most)
-            thc_tables.check(self.bits, self.granularity, self.p)
+            thc_tables.check(self.bits, self.granularity, self.p or thc_choice.CLAMPED[0])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,14 +77,21 @@ class THC(Homomorphic):
 
     def variance(self, spec: TensorSpec) -> float:
         """A coordinate is off by at most M, or by itself if it is clamped; no element decodes to more than M √B."""
-        t, longest = thc_tables.threshold(self.p), min(self._block(spec.numel), self._padded(spec.numel))
+        t = thc_tables.threshold(self.p or thc_choice.CLAMPED[-1])
+        longest = min(self._block(spec.numel), self._padded(spec.numel))
         return max(1 + t * t, t * math.sqrt(longest))
 
     def table(self, world_size: int) -> thc_tables.Table:
         """Table for this number of ranks."""
         if self.granularity is None:
             return thc_choice.choose(world_size, self.bits, self.p, self.accumulator_bits).table
-        return thc_tables.optimal(self.bits, self.granularity, self.p)
+        p = thc_choice.choose_p(world_size, self.bits, self.granularity) if self.p is None else self.p
+        return thc_tables.optimal(self.bits, self.granularity, p)
+
+    def derived_config(self, world_size: int) -> dict[str, Any]:
+        """See `Compressor`; and p, if it is chosen: tables of evenly spaced values are the same for any p."""
+        chosen = {"p": self.table(world_size).p} if self.p is None else {}
+        return {**super().derived_config(world_size), **chosen}
 
     def lookup_table(self, world_size: int) -> LookupTable:
         """See `LookupCompressor`."""
@@ -97,9 +106,10 @@ class THC(Homomorphic):
         means[~np.isfinite(means)] = np.inf
         return [means]
 
-    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, world_size: int, scale: float) -> Grid:
         """Lines 11 to 15: on the rank with the largest norm, coordinates have variance 1, and M is t_p."""
-        means, longer, t = stats[0].astype(np.float64), spread(blocks), thc_tables.threshold(self.p)
+        means, longer, table = stats[0].astype(np.float64), spread(blocks), self.table(world_size)
+        t, granularity = table.threshold, table.granularity
         sent = means >= _SMALLEST
         units = scale / np.where(sent, means * longer, np.inf)
         factors = np.where(sent, means / longer, 0) * (2 * t / granularity)

@@ -69,10 +69,10 @@ class UTHC(Homomorphic):
         kernels.block_extremes(x, blocks, narrowed(scale / _UNIT / spread(blocks)), buffer, low, high)
         return [low, high]
 
-    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, world_size: int, scale: float) -> Grid:
         """Line 5: the level below and above."""
         low, high = (each.astype(np.float64) for each in stats)
-        longer, gaps = spread(blocks), (high - low) / granularity
+        longer, gaps = spread(blocks), (high - low) / self.max_contribution(world_size)
         rates = 1 / np.where(gaps >= _SMALLEST, gaps, np.inf)
         factors, bases = gaps * (_UNIT / longer), (low + high) * (_UNIT / 2 * longer)
         return Grid(*map(narrowed, (scale / _UNIT / longer, low, rates, factors, bases)))

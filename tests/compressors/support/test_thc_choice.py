@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.compressors.support.thc_choice import accumulator_for, choose
-from gradwire.compressors.support.thc_tables import optimal
+from gradwire.compressors.support.thc_choice import CLAMPED, accumulator_for, choose, choose_p
+from gradwire.compressors.support.thc_tables import clamping_error, optimal
 from gradwire.core.errors import OptionError
 
 P = 1 / 32
@@ -63,6 +63,19 @@ def test_more_bits_get_a_table_no_worse_than_evenly_spaced_values(bits: int) -> 
         assert (table.bits, lane) == (bits, accumulator_for(world_size, 2**bits - 1))
         assert world_size * table.granularity <= np.iinfo(lane).max
         assert table.cost <= optimal(bits, 2**bits - 1, P).cost
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_the_clamp_has_the_least_error_of_copies_above_its_bound(bits: int) -> None:
+    for world_size in (1, 3, 4, 8, 16, 200):
+        table, _ = choose(world_size, bits, None)
+        assert table.p in CLAMPED and (table.p == 1 / 32 or table.p >= 1 / (16 * world_size))
+        finest = 4 * 2**bits - 1
+        chosen = choose_p(world_size, bits, finest)
+        tried = [p for p in CLAMPED if p == 1 / 32 or p >= 1 / (16 * world_size)]
+        errors = {p: optimal(bits, finest, p).cost / world_size + clamping_error(p) for p in tried}
+        assert errors[chosen] == min(errors.values())
+    assert choose_p(16, 1, 1) == 1 / 32  # one bit: a wide range costs more than clamping
 
 
 def test_lanes_that_are_asked_for_are_kept_to() -> None:

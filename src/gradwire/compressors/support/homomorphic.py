@@ -94,8 +94,8 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         """Statistics of scale · x that ranks reduce, float32[G] each; infinite if x is not finite."""
 
     @abstractmethod
-    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, granularity: int, scale: float) -> Grid:
-        """Grid of reduced statistics."""
+    def _grid(self, stats: Sequence[np.ndarray], blocks: BlockLayout, world_size: int, scale: float) -> Grid:
+        """Grid of reduced statistics, for the table of this number of ranks."""
 
     @abstractmethod
     def _are_valid(self, stats: Sequence[np.ndarray]) -> bool:
@@ -131,11 +131,11 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
             shared = self._block_stats(x, blocks, buffer, scale)
         if not all(np.isfinite(values).all() for values in shared):
             return None
-        values, bits = table = self.lookup_table(ctx.world_size)
+        values, bits = self.lookup_table(ctx.world_size)
         own = b"" if stats else b"".join(each.astype("<f4").tobytes() for each in shared)
         body = buffers.empty(len(own) + index_bytes(blocks.padded, bits))
         body[: len(own)] = np.frombuffer(own, np.uint8)
-        grid = self._grid(shared, blocks, table.granularity, scale)
+        grid = self._grid(shared, blocks, ctx.world_size, scale)
         kernels.encode_indices(
             x, blocks, grid.units, grid.lows, grid.rates, values, bits, ctx.private_key, ctx.offset, buffer,
             body[len(own) :], grid.factors, grid.bases, args.residual_out,
@@ -151,7 +151,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         blocks, buffer, spare = self._buffers(out.size, ctx, dtype.itemsize)
         looked_up = spare.view(dtype)
         kernels.lookup_indices(packed, bits, values, looked_up)
-        self._finalize(looked_up, 1, shared, blocks, table.granularity, buffer, out, accumulate)
+        self._finalize(looked_up, 1, shared, blocks, ctx.world_size, buffer, out, accumulate)
 
     def _parse(
         self, body: np.ndarray, stats: Sequence[np.ndarray], size: int, bits: int
@@ -213,17 +213,16 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         target = as_array(out)
         blocks, buffer, _ = self._buffers(target.size, ctx)
         shared = self._check_stats(stats, TensorSpec((target.size,)))
-        granularity = self.lookup_table(ctx.world_size).granularity
-        self._finalize(sums, num_added, shared, blocks, granularity, buffer, target, False)
+        self._finalize(sums, num_added, shared, blocks, ctx.world_size, buffer, target, False)
         return out
 
     def _finalize(
         self, sums: np.ndarray, num_added: int | np.ndarray, stats: Sequence[np.ndarray], blocks: BlockLayout,
-        granularity: int, buffer: np.ndarray, out: np.ndarray, accumulate: bool,
+        world_size: int, buffer: np.ndarray, out: np.ndarray, accumulate: bool,
     ) -> None:  # fmt: skip
-        grid = self._grid(stats, blocks, granularity, 1.0)
+        grid = self._grid(stats, blocks, world_size, 1.0)
         counts = np.broadcast_to(np.asarray(num_added, np.float64), blocks.num_blocks)
-        halves, bases = narrowed(counts * granularity / 2), narrowed(counts * grid.bases)
+        halves, bases = narrowed(counts * self.max_contribution(world_size) / 2), narrowed(counts * grid.bases)
         kernels.finalize_blocks(sums, blocks, halves, grid.factors, bases, buffer, out, accumulate)
 
     # -- helpers ---------------------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ def threshold(p: float) -> float:
     return -NormalDist().inv_cdf(p / 2)
 
 
+def clamping_error(p: float) -> float:
+    """Expected squared error of a standard normal coordinate that is clamped at ±t_p: of those beyond, a fraction p."""
+    t = threshold(p)
+    return (1 + t * t) * p - 2 * t * math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+
+
 def check(bits: int, granularity: int, p: float) -> None:
     """Raise unless there is such a table.
 
