@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import numpy as np
 import pytest
@@ -31,9 +32,11 @@ def gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in ddp.module.named_parameters() if parameter.grad is not None}
 
 
-def test_a_job_of_one_rank_trains_as_without_gradwire() -> None:
+def test_a_job_of_one_rank_trains_as_without_gradwire(caplog: pytest.LogCaptureFixture) -> None:
     plain, attached = wrapped(), wrapped()
-    handle = gw.attach(attached, gw.Plan("threelc", min_elements=0))
+    with caplog.at_level(logging.INFO, "gradwire"):
+        handle = gw.attach(attached, gw.Plan("threelc", min_elements=0))
+    assert "There is one process only, so no gradients are sent, and gradwire does nothing." in caplog.messages
     for ddp in (plain, attached):
         backward(ddp)
     expected = gradients(plain)

@@ -8,7 +8,8 @@ A comment such as ``<!-- with: attached; ci -->`` directly above a block is not 
 - ``until: TEXT``: a command that does not end by itself. It is stopped when it has printed this;
 - ``prints: TEXT``: the output of a command contains this;
 - ``in: PAGE``: a command that runs in the folder of another page, because it needs a file of it;
-- ``root``, ``frameworks`` and ``ci``: markers of the test.
+- ``host: ADDRESS``: each line runs on a host of its own, whose interface eth0 has this address;
+- ``root``, ``bpf``, ``frameworks`` and ``ci``: markers of the test.
 
 A Python block with a title is a file, which a later command of the page runs.
 """
@@ -28,7 +29,7 @@ BLOCK = re.compile(
     r"```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<source>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-MARKS = {"skip", "with", "after", "until", "prints", "in", "root", "frameworks", "ci"}
+MARKS = {"skip", "with", "after", "until", "prints", "in", "host", "root", "bpf", "frameworks", "ci"}
 
 
 class Block(NamedTuple):

@@ -51,7 +51,7 @@ def params(blocks: list[Block]) -> list[object]:
         pytest.param(
             block,
             id=block.name,
-            marks=[getattr(pytest.mark, name) for name in ("ci", "root", "frameworks") if name in block.marks],
+            marks=[getattr(pytest.mark, name) for name in ("ci", "root", "bpf", "frameworks") if name in block.marks],
         )
         for block in blocks
     ]
@@ -135,11 +135,23 @@ def test_commands(block: Block, folder: Path) -> None:
     if block.language == "console":  # commands after a prompt, with what they print
         source = "".join(f"{line[2:]}\n" for line in source.splitlines() if line.startswith("$ "))
     if "until" in block.marks:
-        assert block.marks["until"] in "".join(until(source, where, block.marks["until"]))
+        for line in source.splitlines():
+            command = on_a_host(line, block.marks["host"]) if "host" in block.marks else line
+            said = "".join(until(command, where, block.marks["until"]))
+            assert block.marks["until"] in said, said
         return
     code, said = run(["bash", "-e", "-o", "pipefail", "-c", source], where)
     assert code == 0, said
     assert block.marks.get("prints", "") in said
+
+
+def on_a_host(command: str, address: str) -> str:
+    """A command in a network namespace of its own, with loopback and an interface eth0 that has this address."""
+    network = (
+        "ip link set lo up; ip link add eth0 type veth peer name other; ip link set other up",
+        f"ip address add {address}/24 dev eth0; ip link set eth0 up",
+    )
+    return f"unshare -n sh -ec {shlex.quote('; '.join([*network, f'exec {command}']))}"
 
 
 def until(source: str, where: Path, text: str) -> Iterator[str]:

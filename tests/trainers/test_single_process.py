@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +20,28 @@ def alone(method: str = "threelc") -> object:
     return attach_unless_alone(nn.Linear(4, 2), method, 1, optimizer=None, scaler=None)
 
 
-def test_one_process_is_logged_and_every_call_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_is_logged_and_every_call_works(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO, "gradwire"):
         handle = alone()
     assert [record.message for record in caplog.records] == [
         "There is one process only, so no gradients are sent, and gradwire does nothing."
     ]
     assert isinstance(handle, SingleProcessHandle)
-    assert handle.report().total.sent_bytes == 0
-    assert handle.scalars() == {}
-    handle.stateful.load_state_dict(handle.stateful.state_dict())
-    handle.detach()
+    with handle as entered:
+        assert entered is handle
+        assert handle.report().total.sent_bytes == 0
+        assert handle.report(since="last").steps == 0
+        assert handle.scalars() == {}
+        handle.log_to(tmp_path / "log.csv").close()
+        handle.log_to(lambda scalars, step: pytest.fail("there is nothing to log"), every=1)
+        handle.stateful.load_state_dict(handle.stateful.state_dict())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_call_of_a_handle_but_the_hook_is_there() -> None:
+    users = {name for name in dir(gw.Handle) if not name.startswith("_")}
+    hooks = {"hook", "on_bucket", "commit_without_optimizer"}  # of a DDP module, which one process does not have
+    assert users - hooks <= set(dir(SingleProcessHandle))
 
 
 def test_a_wrong_name_is_an_error_with_one_process_too() -> None:

@@ -7,7 +7,7 @@ import torch
 from gradwire.core.errors import MissingPackageError
 
 LEAST_TORCH = (2, 4)
-"""As in the requirements of the package. docs/versions.md says why, and what needs a newer one."""
+"""As in the requirements of the package. No feature asks for a newer one (docs/versions.md)."""
 
 
 def check_torch() -> None:

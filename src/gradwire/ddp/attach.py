@@ -30,6 +30,7 @@ from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.auto import Autopilot
 
 logger = logging.getLogger("gradwire")
+ALONE = "There is one process only, so no gradients are sent, and gradwire does nothing."
 
 
 @names_unknown_arguments
@@ -123,6 +124,8 @@ def attach(
         raise
     slot.handle = handle
     handle.start_status(asked, options)
+    if synchronizer.world_size == 1:
+        logger.info(ALONE)
     sparse = [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)]
     if sparse and synchronizer.rank == 0:
         logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))

@@ -22,7 +22,7 @@ from gradwire.net.handshake import KEY_BYTES, JobKey
 KEY_VARIABLE = "GRADWIRE_JOB_KEY"
 KEY_FILE_VARIABLE = "GRADWIRE_JOB_KEY_FILE"
 _MAX_FILE_CHARACTERS = 1024
-MAKE_KEY_FILE = "head -c 32 /dev/urandom | xxd -p -c 64 > job.key; chmod 600 job.key"
+MAKE_KEY_FILE = "head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > job.key; chmod 600 job.key"
 
 
 def job_key(

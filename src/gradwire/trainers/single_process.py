@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import uncompiled, uncompiled_name
-from gradwire.ddp.attach import attach
+from gradwire.ddp.attach import ALONE, attach
 from gradwire.ddp.gathered import GATHERED_VERSION, Document, GatheredStateful, states_of
 from gradwire.ddp.handle import Handle
-from gradwire.observe.metrics import Report
+from gradwire.ddp.observed import ObservedHandle, Since
+from gradwire.observe.logs import ScalarLog
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.plan import Method, Plan
 from gradwire.sync.synchronizer import Synchronizer
@@ -28,8 +30,10 @@ from gradwire.sync.synchronizer import Synchronizer
 logger = logging.getLogger("gradwire")
 
 
-class SingleProcessHandle:
-    """The handle of a job of one process: nothing is synchronized. For its calls, see `gradwire.Handle`.
+class SingleProcessHandle(ObservedHandle):
+    """The handle of a job of one process: nothing is synchronized, and `log_to` writes nothing.
+
+    For its calls, see `gradwire.Handle`.
 
     Attributes:
         synchronizer: A synchronizer of one rank, which keeps residuals that are loaded.
@@ -38,16 +42,16 @@ class SingleProcessHandle:
     def __init__(self, module: nn.Module) -> None:
         tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in module.named_parameters()}
         info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
-        self.synchronizer = Synchronizer(info, "none", tensors=tensors)
+        super().__init__(Synchronizer(info, "none", tensors=tensors))
 
     def __repr__(self) -> str:
         return "<gradwire.trainers handle of a single process: nothing is compressed>"
 
-    def report(self) -> Report:
-        return self.synchronizer.report()
-
-    def scalars(self, since: str = "start") -> dict[str, float]:
+    def scalars(self, since: Since = "start") -> dict[str, float]:
         return {}
+
+    def log_to(self, target: Any, every: int = 50, *, all_ranks: bool = False) -> ScalarLog:
+        return ScalarLog(lambda scalars, step: None, every, self.scalars, ())
 
     def state_dict(self) -> dict[str, Any]:
         return self.synchronizer.state_dict()
@@ -64,6 +68,14 @@ class SingleProcessHandle:
 
     def detach(self) -> None:
         self.synchronizer.close()
+
+    def __enter__(self) -> SingleProcessHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
 
 
 AnyHandle = Handle | SingleProcessHandle
@@ -96,7 +108,7 @@ def attach_unless_alone(
         return attach(module, method, optimizer=optimizer, scaler=enabled, **options)  # type: ignore[arg-type]
     if not isinstance(method, Plan):
         Plan(method)  # a wrong name is an error here, too
-    logger.info("There is one process only, so no gradients are sent, and gradwire does nothing.")
+    logger.info(ALONE)
     module = uncompiled(module)  # type: ignore[assignment]
     wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
     return SingleProcessHandle(module.module if wrapped else module)  # type: ignore[arg-type]
