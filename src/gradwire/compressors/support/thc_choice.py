@@ -105,7 +105,7 @@ def _best(bits: int, most: int, p: float | None, world_size: int) -> Table | Non
     Errors do not fall steadily with the granularity: with 4 bits and p = 1/32, 17 beats all from 18 to 31. So all are
     tried, up to four times as many integers as there are values, beyond which little is gained. Why half a percent:
     errors are those of normal coordinates, but gradients of rare words rotate into others, and their means had errors
-    8 to 21 % larger with 53, the least, than with 59 (benchmark `thc-scale` at commit fccffa8, which chose 53). With
+    8 to 21 % larger with 53, the least, than with 59 (benchmark `thc-scale`, with a rule that chose 53). With
     more than 6 bits a table takes long to find, and errors differ little: only evenly spaced values and the finest
     table are tried.
     """
