@@ -8,7 +8,7 @@ A comment such as ``<!-- with: attached; ci -->`` directly above a block is not 
 - ``until: TEXT``: a command that does not end by itself. It is stopped when it has printed this;
 - ``prints: TEXT``: the output of a command contains this;
 - ``in: PAGE``: a command that runs in the folder of another page, because it needs a file of it;
-- ``host: ADDRESS``: each line runs on a host of its own, whose interface eth0 has this address;
+- ``host: ADDRESS``: with ``until``, each server of the block runs on a host whose interface eth0 has this address;
 - ``root``, ``bpf``, ``frameworks`` and ``ci``: markers of the test.
 
 A Python block with a title is a file, which a later command of the page runs.

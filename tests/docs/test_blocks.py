@@ -136,6 +136,9 @@ def test_commands(block: Block, folder: Path) -> None:
         source = "".join(f"{line[2:]}\n" for line in source.splitlines() if line.startswith("$ "))
     if "until" in block.marks:
         for line in source.splitlines():
+            if not line.startswith("gradwire serve "):  # what a server needs
+                assert run(["bash", "-ec", line], where)[0] == 0, line
+                continue
             command = on_a_host(line, block.marks["host"]) if "host" in block.marks else line
             said = "".join(until(command, where, block.marks["until"]))
             assert block.marks["until"] in said, said
