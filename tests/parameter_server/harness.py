@@ -27,13 +27,33 @@ GROUPS = ({"lr": LR},)
 
 
 def make_config(
-    shapes=((70,), (3, 5)), *, workers=3, backups=0, push="threelc", pull="threelc", feedback=True, optimizer="SGD"
+    shapes=((70,), (3, 5)),
+    *,
+    workers=3,
+    backups=0,
+    push="threelc",
+    pull="threelc",
+    feedback=True,
+    optimizer="SGD",
+    staleness=0,
+    late="keep",
 ) -> TrainingConfig:
     tensors = tuple(
         ParameterConfig(f"p{i}", tuple(shape), "float32", push, pull, 0, feedback, feedback)
         for i, shape in enumerate(shapes)
     )
-    return TrainingConfig(workers, backups, 0, optimizer, tensors)
+    return TrainingConfig(workers, backups, 0, optimizer, tensors, staleness, late)
+
+
+class WatchedSlot(ParameterSlot):
+    """A slot that adds up what it loses because it was late."""
+
+    lost: np.ndarray | float = 0.0
+
+    def _take_late(self, grad) -> None:
+        if self._training.late == "drop":
+            self.lost = self.lost + grad().double().reshape(-1).numpy()
+        super()._take_late(grad)
 
 
 class Worker:
@@ -43,7 +63,7 @@ class Worker:
         self.number = number
         self.config = config
         self.incarnation = incarnation
-        self.slots = [ParameterSlot(tensor, config, number, EPOCH) for tensor in range(len(config.tensors))]
+        self.slots = [WatchedSlot(tensor, config, number, EPOCH) for tensor in range(len(config.tensors))]
         generator = torch.Generator().manual_seed(seed + 100 * number)
         self.values = [torch.randn(parameter.shape, generator=generator) for parameter in config.tensors]
         self.produced = [np.zeros(parameter.spec.numel) for parameter in config.tensors]
@@ -65,33 +85,33 @@ class Worker:
         """Take the oldest frame on its way."""
         header, body = self.inbox.popleft()
         if header.kind is FrameKind.WELCOME:
-            self.welcome = TrainingWelcome.from_bytes(body.tobytes(), len(self.slots))
+            self.welcome = TrainingWelcome.from_bytes(body.tobytes(), len(self.slots), self.config.staleness)
             for tensor, slot in enumerate(self.slots):
                 if self.welcome.initialize:
                     self.outbox.append(slot.first_values(self.values[tensor]))
-                slot.pushed_before(self.welcome.pushed[tensor])
-                frame = slot.unanswered()
-                if frame is not None and frame[0].round == self.welcome.versions[tensor]:
-                    self.outbox.append(frame)
+                slot.pushed_before(self.welcome.steps_pushed(tensor))
+                self.outbox += [frame for frame in slot.unanswered() if frame[0].round >= self.welcome.versions[tensor]]
         else:
             slot = self.slots[header.tensor]
             slot.admit(header)
-            slot.receive(header, body, self.welcome.counted[header.tensor])
+            slot.receive(header, body, self.welcome.steps_counted(header.tensor))
 
     @property
     def next_step(self) -> int:
         """The step that it can begin next, as the client has it."""
         known = [slot.newest for slot in self.slots]
-        return max(min(known) if self.step < 0 else self.step, max(known) - 1)
+        return max(min(known) if self.step < 0 else self.step, max(known) - 1 - self.config.staleness)
 
     @property
     def ready(self) -> bool:
         """Whether it can begin its next step."""
-        return self.welcome is not None and all(slot.newest >= max(0, self.next_step) for slot in self.slots)
+        oldest = max(0, self.next_step - self.config.staleness)
+        return self.welcome is not None and all(slot.newest >= oldest for slot in self.slots)
 
     def begin(self) -> None:
         """Bring the values up to date."""
         self.step = self.next_step
+        assert all(slot.newest >= max(0, self.step - self.config.staleness) for slot in self.slots), "ready"
         for slot, values in zip(self.slots, self.values):
             slot.apply(values, self.step)
 

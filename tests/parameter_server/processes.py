@@ -87,7 +87,14 @@ def run(pipe: Any, server: Server) -> None:
 
 
 def work(
-    pipe: Any, worker: int, workers: int, servers: str, steps: int, timeout: float = 30.0, backups: int = 0
+    pipe: Any,
+    worker: int,
+    workers: int,
+    servers: str,
+    steps: int,
+    timeout: float = 30.0,
+    backups: int = 0,
+    staleness: int = 0,
 ) -> None:
     """Train up to this step of the job. Says "step" after each, so that the test can hold it up."""
     torch.set_num_threads(1)
@@ -98,7 +105,7 @@ def work(
     try:
         client = gw.ParameterClient(
             model, optimizer, servers,
-            job=gw.JobOptions(worker=worker, workers=workers, backups=backups),
+            job=gw.JobOptions(worker=worker, workers=workers, backups=backups, staleness=staleness),
             transfer=gw.TransferOptions(min_elements=64),
             connection=gw.ConnectionOptions(timeout=timedelta(seconds=timeout)),
         )  # fmt: skip

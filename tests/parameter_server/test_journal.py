@@ -30,6 +30,54 @@ def open_job(tmp_path):
         job.journal.close(checkpoint=False)
 
 
+@pytest.mark.parametrize("checkpoint_bytes", [1, 3000, 1 << 30])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_killed_server_has_the_pushes_of_later_steps(open_job, checkpoint_bytes, staleness):
+    """Worker 0 is ahead by the staleness when the server is killed; the model is that of an unbroken job."""
+    unbroken, job = Job(make_config(workers=2, staleness=staleness)), open_job(checkpoint_bytes, staleness=staleness)
+    for each in (unbroken, job):
+        each.start()
+        each.train(2)
+        for _ in range(staleness + 1):
+            each.workers[0].begin()
+            each.workers[0].push(each.grads())
+            each.settle()
+    assert not job.workers[0].ready
+    before = waiting(job)
+    job.kill()
+    job.open()
+    assert waiting(job) == before
+    assert all(sorted(round_.waiting) == [2 + step for step in range(staleness + 1)] for round_ in job.machine.rounds)
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    for each in (unbroken, job):
+        for _ in range(staleness + 1):
+            each.workers[1].begin()
+            each.workers[1].push(each.grads())
+            each.settle()
+        each.train(2)
+        for worker in each.workers:
+            for slot, values in zip(worker.slots, worker.values):
+                slot.apply(values, slot.newest)
+    for tensor in range(2):
+        assert job.machine.rounds[tensor].version == staleness + 5
+        assert torch.equal(job.shard.parameters[tensor], unbroken.shard.parameters[tensor])
+        assert torch.equal(job.workers[0].values[tensor], unbroken.workers[1].values[tensor])
+
+
+def waiting(job: Job) -> list[dict[tuple[int, int], bytes]]:
+    """Pushes that each parameter's steps wait with, by step and worker."""
+    return [
+        {
+            (step, worker): push.body.tobytes()
+            for step, pushes in round_.waiting.items()
+            for worker, push in pushes.items()
+        }
+        for round_ in job.machine.rounds
+    ]
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("checkpoint_bytes", [1, 3000, 1 << 30])
 def test_a_killed_server_is_where_it_was(open_job, optimizer, checkpoint_bytes):

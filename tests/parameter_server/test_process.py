@@ -144,6 +144,36 @@ def train(server: ParameterServer, num_steps: int, steps: list[int]) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_fast_worker_goes_on_while_a_slow_one_computes_and_all_end_with_the_same_model() -> None:
+    server = ParameterServer(ParameterServerOptions(2))
+    serving = Thread(target=server.run)
+    serving.start()
+    is_ahead, models, reports = Event(), [], []
+
+    def work(worker: int) -> None:
+        with connect(server, gw.JobOptions(worker=worker, workers=2, staleness=2)) as client:
+            for step in range(6):
+                if worker == 1 and step == 0:
+                    assert is_ahead.wait(60)
+                train_step(client, step)
+                if worker == 0 and step == 2:  # three steps, and no update has come
+                    is_ahead.set()
+            client.wait()
+            models.append(client.model.weight.detach().clone())
+            reports.append(client.report())
+
+    threads = [Thread(target=work, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, serving]:
+        thread.join(60)
+    assert torch.equal(*models)
+    assert [(report.steps, report.late_share) for report in reports] == [(6, 0.0)] * 2
+    counts = {count.name: count.value for count in server.counts()}
+    assert (counts["updates_total"], counts["updates_sent_total"]) == (6, 12)
+
+
+@pytest.mark.timeout(120)
 def test_a_clock_that_runs_behind_fences_nobody(monkeypatch) -> None:
     """The machine of the replacement has another idea of the time."""
     server = ParameterServer(ParameterServerOptions(1))

@@ -34,8 +34,10 @@ class Job:
         self.servers = f"127.0.0.1:{server.hear('port')}"
         return server
 
-    def work(self, worker: int, workers: int, steps: int, timeout: float = 30.0, backups: int = 0) -> Process:
-        return self.start(work, worker, workers, self.servers, steps, timeout, backups)
+    def work(
+        self, worker: int, workers: int, steps: int, timeout: float = 30.0, backups: int = 0, staleness: int = 0
+    ) -> Process:
+        return self.start(work, worker, workers, self.servers, steps, timeout, backups, staleness)
 
 
 @pytest.fixture
@@ -81,6 +83,24 @@ def test_a_server_that_is_killed_or_stopped_goes_on_where_it_was(job: Job, tmp_p
         server = job.serve(2, port=port, state=tmp_path / "broken", patience=100)
     broken = weights(workers)
     assert_same([*unbroken, *broken])
+    assert server.hear("ended") == ""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(180)
+def test_workers_that_are_ahead_survive_a_killed_server_and_a_killed_worker(job: Job, tmp_path) -> None:
+    server = job.serve(2, state=tmp_path, patience=100)
+    port = int(job.servers.rpartition(":")[2])
+    workers = [job.work(worker, 2, 14, timeout=100, staleness=2) for worker in range(2)]
+    while workers[0].hear("step") < 4:
+        pass
+    workers[1].signal(signal.SIGSTOP)  # so that worker 0 runs ahead, and the job cannot end meanwhile
+    server.signal(signal.SIGKILL)
+    server.process.join()
+    server = job.serve(2, port=port, state=tmp_path, patience=100)
+    workers[1].signal(signal.SIGKILL)
+    workers[1] = job.work(1, 2, 14, timeout=100, staleness=2)
+    assert_same(weights(workers))
     assert server.hear("ended") == ""
 
 

@@ -8,8 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradwire.core.errors import FrameError
+from gradwire.parameter_server.report import late_share
 from gradwire.parameter_server.round import MAX_MISSES
+from gradwire.parameter_server.shared_updates import SharedUpdates
 from gradwire.parameter_server.update import push_context
+from gradwire.wire.frame import FrameKind, Header
 from tests.parameter_server.harness import LR, Job, Worker, make_config, tell
 
 
@@ -22,26 +26,24 @@ def assert_same(job: Job, workers=None) -> None:
 
 
 def assert_conserved(job: Job, first: list[torch.Tensor], lost: list[np.ndarray] | None = None) -> None:
-    """What workers produced = what was applied + what they keep or wait for + what died with a worker."""
+    """What workers produced = what was applied + what they keep, wait for or lost + what died with a worker."""
     for tensor, before in enumerate(first):
         moved = (before.double() - job.shard.parameters[tensor].detach().double()).reshape(-1).numpy()
         applied = moved / LR * job.config.needed
         kept = sum(w.slots[tensor].residual for w in job.workers if w.slots[tensor].residual is not None)
-        pending = sum(pushed_value(w, tensor) for w in job.workers if w.slots[tensor].unanswered() is not None)
-        died = 0.0 if lost is None else lost[tensor]
+        pending = sum(pushed_value(w, tensor, push) for w in job.workers for push in w.slots[tensor]._waiting)
+        died = sum(w.slots[tensor].lost for w in job.workers) + (0.0 if lost is None else lost[tensor])
         produced = sum(w.produced[tensor] for w in job.workers)
         np.testing.assert_allclose(applied + kept + pending + died, produced, rtol=1e-3, atol=2e-3)
 
 
-def pushed_value(worker: Worker, tensor: int) -> np.ndarray:
-    """What of a worker's gradients is in a push that waits, and not in the residual."""
-    push = worker.slots[tensor]._push
-    old = 0.0 if worker.slots[tensor].residual is None else worker.slots[tensor].residual
+def pushed_value(worker: Worker, tensor: int, push) -> np.ndarray:
+    """What of a worker's gradients is in a push that waits: its payload, and what that does not carry."""
     if push.payload is None or push.payload.nonfinite:
-        return np.zeros(worker.produced[tensor].size)
+        return np.zeros(worker.produced[tensor].size) + (0.0 if push.taken is None else push.taken)
     ctx = push_context(worker.config, tensor, worker.number, push.header.round)
     sent = worker.slots[tensor].config.push_compressor.decode(push.payload, ctx).double().reshape(-1).numpy()
-    return sent + (0.0 if push.residual is None else push.residual) - old
+    return sent + (0.0 if push.left is None else push.left)
 
 
 def test_without_compression_it_is_plain_training():
@@ -229,7 +231,7 @@ def test_a_step_of_finite_gradients_with_an_infinite_sum_is_dropped(push, return
     assert not torch.equal(job.shard.parameters[1].detach(), before[1])
     assert list(job.machine.rounds[0].counted) == [2, 2]
     for worker, kept in zip(job.workers, residuals):
-        assert worker.slots[0].unanswered() is None
+        assert worker.slots[0].unanswered() == []
         if kept[0] is None:
             assert worker.slots[0].residual is None
         else:
@@ -365,13 +367,20 @@ def test_a_worker_that_returns_does_not_change_the_rate_of_open_steps(restarted)
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 1 << 20), backups=st.integers(0, 1), actions=st.lists(st.integers(0, 9), max_size=150))
-def test_any_schedule_conserves_gradients(seed, backups, actions):
+@given(
+    seed=st.integers(0, 1 << 20),
+    backups=st.integers(0, 1),
+    staleness=st.integers(0, 3),
+    late=st.sampled_from(["keep", "drop"]),
+    actions=st.lists(st.integers(0, 9), max_size=150),
+)
+def test_any_schedule_conserves_gradients(seed, backups, staleness, late, actions):
     """Connections break, workers die and come back, frames arrive whenever: the books are right in the end."""
-    job = Job(make_config(((7,), (2, 3)), workers=3, backups=backups), seed)
+    job = Job(make_config(((7,), (2, 3)), workers=3, backups=backups, staleness=staleness, late=late), seed)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
     lost = [np.zeros(values.numel()) for values in first]
+    seen: dict[tuple[int, int], bytes] = {}
     for action in actions:
         worker = job.workers[action % 3]
         if action < 6:  # the usual thing: a frame or two, and the next step once it can begin
@@ -382,6 +391,8 @@ def test_any_schedule_conserves_gradients(seed, backups, actions):
             if worker.ready and worker.welcome is not None and not worker.inbox and idle(worker):
                 worker.begin()
                 worker.push(job.grads(unused=0.3))
+                assert_bounded(job)
+                assert_one_model_per_version(worker, seen)
         elif action < 9:  # its connection breaks and it connects again
             job.post(job.machine.leave(worker.number))
             worker.join()
@@ -392,6 +403,8 @@ def test_any_schedule_conserves_gradients(seed, backups, actions):
             fresh = Worker(number, job.config, worker.incarnation + 1, seed=job.random.randrange(1 << 20))
             bury(worker, job, lost)
             fresh.produced = worker.produced
+            for slot, before in zip(fresh.slots, worker.slots):
+                slot.lost = before.lost
             job.workers[number] = fresh
             fresh.join()
     for worker in job.workers:  # let all come to rest
@@ -411,10 +424,27 @@ def test_any_schedule_conserves_gradients(seed, backups, actions):
     assert_conserved(job, first, lost)
 
 
+def assert_bounded(job: Job) -> None:
+    """No worker is further ahead of an open step than the staleness, in what it has pushed or computes with."""
+    for worker in job.workers:
+        for slot, round_ in zip(worker.slots, job.machine.rounds):
+            assert worker.step - 1 - slot.version <= job.config.staleness
+            assert worker.step - 1 - round_.version <= job.config.staleness
+            assert len(slot.unanswered()) <= job.config.staleness + 1
+    assert all(len(round_.waiting) <= job.config.staleness + 1 for round_ in job.machine.rounds)
+
+
+def assert_one_model_per_version(worker: Worker, seen: dict[tuple[int, int], bytes]) -> None:
+    """Whoever has a version of a parameter has the same bits, whenever and however it came to it."""
+    for slot, values in zip(worker.slots, worker.values):
+        key = slot.tensor, slot.version
+        assert seen.setdefault(key, values.numpy().tobytes()) == values.numpy().tobytes(), key
+
+
 def idle(worker: Worker) -> bool:
-    """Whether its pushes will be settled by the time it begins."""
+    """Whether enough of its pushes will be settled by the time it begins."""
     step = worker.next_step
-    return all(slot.unanswered() is None or slot.unanswered()[0].round < step for slot in worker.slots)
+    return all(frame[0].round < step for slot in worker.slots for frame in slot.unanswered())
 
 
 def bury(worker: Worker, job: Job, lost: list[np.ndarray]) -> None:
@@ -422,17 +452,155 @@ def bury(worker: Worker, job: Job, lost: list[np.ndarray]) -> None:
     for tensor, slot in enumerate(worker.slots):
         if slot.residual is not None:
             lost[tensor] += slot.residual
-        frame = slot.unanswered()
-        if frame is None:
-            continue
         round_ = job.machine.rounds[tensor]
-        known = round_.pushed[worker.number] == frame[0].round and (
-            round_.version == frame[0].round or round_.counted[worker.number] == frame[0].round
-        )
-        value = pushed_value(worker, tensor)
-        push = slot._push
-        if known and push.payload is not None:  # its payload lives on; what the payload does not carry dies
-            value = (0.0 if push.residual is None else push.residual) - (
-                0.0 if slot.residual is None else slot.residual
-            )
-        lost[tensor] += value
+        for push in slot._waiting:
+            step = push.header.round
+            known = round_.has(worker.number, step) or step in round_.last_counted[worker.number]
+            if not known or push.payload is None:
+                lost[tensor] += pushed_value(worker, tensor, push)
+            elif push.left is not None:  # its payload lives on; what the payload does not carry dies
+                lost[tensor] += push.left
+
+
+def run_ahead(job: Job, worker: Worker) -> int:
+    """Let a worker take steps while it can, and return how many."""
+    steps = 0
+    while worker.ready:
+        worker.begin()
+        worker.push(job.grads())
+        job.settle()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_fast_worker_runs_ahead_of_the_slowest_by_the_staleness(staleness):
+    job = Job(make_config(workers=3, staleness=staleness), seed=1)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    assert [run_ahead(job, worker) for worker in job.workers[:2]] == [staleness + 1] * 2
+    slow = job.workers[2]
+    for step in range(4):  # each of its steps lets the others take one
+        assert [round_.version for round_ in job.machine.rounds] == [step, step]
+        slow.begin()
+        slow.push(job.grads())
+        job.settle()
+        assert [run_ahead(job, worker) for worker in job.workers[:2]] == [1, 1]
+    run_ahead(job, slow)
+    for worker in job.workers:
+        for slot, values in zip(worker.slots, worker.values):
+            slot.apply(values, slot.newest)
+    assert_same(job)
+    assert_conserved(job, first)
+
+
+def test_a_push_beyond_the_staleness_is_refused():
+    job = Job(make_config(staleness=2), seed=1)
+    job.start()
+    slot = job.workers[0].slots[0]
+    header, body = slot.push(job.grads()[0], 3)
+    with pytest.raises(FrameError, match="A push for step 2 at most is due"):
+        job.machine.receive(0, header, body)
+    assert job.machine.rounds[0].waiting == {}
+
+
+def test_a_worker_with_another_staleness_is_refused():
+    job = Job(make_config(staleness=2), seed=1)
+    job.start()
+    job.post(job.machine.leave(1))
+    job.workers[1] = Worker(1, make_config(staleness=1), incarnation=2)
+    job.workers[1].join()
+    with pytest.raises(FrameError, match="Worker 1 has staleness 1, where others have 2"):
+        job.settle()
+
+
+def test_what_a_step_dropped_goes_back_although_a_later_push_is_on_its_way():
+    job = Job(make_config(((70,),), workers=2, push="threelc", pull="none", staleness=1), seed=2)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    for _ in range(3):
+        for worker in job.workers:
+            worker.begin()
+            worker.push(job.grads())
+        job.settle()
+    for worker in job.workers:
+        worker.begin()
+        worker.push([torch.full((70,), 3e38)])
+        worker.push(job.grads())
+    job.settle()
+    for worker in job.workers:
+        worker.slots[0].apply(worker.values[0], 5)
+    assert list(job.machine.rounds[0].counted) == [4, 4]
+    assert list(job.machine.rounds[0].last_counted[0]) == [2, 4]
+    assert all(float(np.abs(worker.slots[0].residual).max()) < 100 for worker in job.workers)
+    moved = (first[0] - job.shard.parameters[0].detach()).abs().max()
+    assert float(moved) < 100
+
+
+def test_a_late_gradient_is_lost_and_counted_if_the_job_says_so():
+    job = Job(make_config(workers=3, backups=1, late="drop"), seed=1)
+    job.start()
+    first = [values.clone() for values in job.workers[0].values]
+    late = job.workers[2]
+    late.push(job.grads())  # it is under way when the step is closed
+    for worker in job.workers[:2]:
+        worker.push(job.grads())
+        while worker.outbox:
+            job.deliver(worker)
+    job.settle()
+    late.begin()
+    for worker in job.workers[:2]:
+        worker.begin()
+        worker.push(job.grads())
+    job.settle()
+    kept = [slot.residual.copy() for slot in late.slots]
+    late.push(job.grads())  # and this one is not even sent
+    assert not late.outbox
+    for slot, before in zip(late.slots, kept):
+        assert (slot.num_gradients, slot.num_late) == (2, 2)
+        np.testing.assert_array_equal(slot.residual, before)
+    assert late_share(late.slots) == 1.0
+    for worker in job.workers[:2]:
+        worker.begin()
+        assert late_share(worker.slots) == 0.0
+    assert_conserved(job, first)
+
+
+def test_a_worker_that_returns_shares_the_updates_it_has_missed():
+    job = Job(make_config(((700, 10), (5,)), workers=3, backups=1), seed=4)
+    job.start()
+    job.train(2)
+    job.post(job.machine.leave(2))
+    for _ in range(5):
+        for worker in job.workers[:2]:
+            worker.begin()
+            worker.push(job.grads())
+        job.settle()
+    bodies = [body for _, body in job.machine.updates.since(0, 2)]
+    assert len(bodies) == 5
+    returned = job.workers[2]
+    returned.join()
+    job.deliver(returned)
+    kinds = [[header.kind for header, _ in returned.inbox if header.tensor == tensor][-1] for tensor in range(2)]
+    assert kinds == [FrameKind.DELTA, FrameKind.MODEL]  # five updates of five elements are more bytes
+    received = [body for header, body in returned.inbox if header.kind is FrameKind.DELTA and header.tensor == 0]
+    assert [each.tobytes() for each in received] == [each.tobytes() for each in bodies]
+    job.settle()
+    for worker in job.workers:
+        for slot, values in zip(worker.slots, worker.values):
+            slot.apply(values, slot.newest)
+    assert_same(job)
+    assert 2 * sum(each.nbytes for each in received) < job.shard.values(0).nbytes
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=30), max_bytes=st.integers(0, 100))
+def test_kept_updates_are_consecutive_and_bounded(sizes, max_bytes):
+    updates = SharedUpdates()
+    for step, size in enumerate(sizes):
+        updates.add((Header(FrameKind.DELTA, round=step), np.zeros(size, np.uint8)), max_bytes)
+        assert updates.num_bytes(0) <= max_bytes
+        for version in range(step + 1):
+            found = updates.since(0, version)
+            assert [header.round for header, _ in found] in ([], list(range(version, step + 1)))
+            if sum(sizes[version : step + 1]) <= max_bytes:
+                assert found

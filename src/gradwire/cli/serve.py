@@ -84,6 +84,9 @@ def serve(
     "HOST:PORT"), and to an aggregator with attach(ddp, Plan("thc", strategy="server"),
     options=SyncOptions(server="HOST:PORT")).
 
+    The workers of a parameter server bring all options of the training, such as backups and staleness (JobOptions). A
+    worker whose options differ from those of worker 0 is refused.
+
     SIGINT ends the job. SIGTERM ends it too, unless the server can be started again and continue. The exit code is then
     128 plus the number of the signal.
 

@@ -14,7 +14,9 @@ they are shortened, the number of bytes of each block, as uint32, precedes them 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3; the step numbers are those of its figure 3. Differences: M = 0
 (all elements zero) is defined, and decodes to zeros. M is at most the largest float32, and is the largest magnitude
 itself if s times that cannot be told from twice (subnormal numbers), so that the largest element is never rounded to
-zero. The last byte is filled up with zeros instead of -1, so that it can be part of a run.
+zero. The last byte is filled up with zeros instead of -1, so that it can be part of a run. The unit of compression is
+what the caller passes, which has one M, and not always a tensor as in the paper: parameter servers cut parameters above
+32,768 elements into chunks of rows, strategies between ranks cut tensors into ranges, and `block` cuts further.
 """
 # Shapes: N = elements of the tensor or range, S = ceil(N/5), W = ranks, B = blocks
 

@@ -5,7 +5,9 @@
 - `encoder_thread`, `forward_pulls`: encode during the backward pass, and update parameters before they are read.
 - `session`, `update`: what both ends agree on before the first push, and updates on the wire.
 - `process`, `server`: the server's loop, and its state machine without I/O.
+- `shared_updates`: updates for all workers at their versions.
 - `round`, `shard`: the open step of one parameter, and the parameters with their optimizers.
+- `report`: what a worker has sent, received and lost.
 - `journal`, `checkpoint`, `records`, `folder`: the server's state on disk.
 
 A gradient: `client` → `encoder_thread` → `connection` → `slot` → `process` → `server` → `round`. When enough

@@ -26,7 +26,7 @@ from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.session import TrainingConfig
 from gradwire.wire.frame import FrameFlags
 
-VERSION = 4
+VERSION = 5
 
 
 def require_safetensors() -> None:
@@ -97,12 +97,12 @@ class Checkpoint:
         machine.finished.update(fields["finished"])
         machine.rounds = []
         for tensor, kept in enumerate(fields["rounds"]):
-            round_ = Round(machine.workers, kept["version"])
-            round_.pushed = tensors[f"pushed.{tensor}"].numpy().copy()
-            round_.counted = tensors[f"counted.{tensor}"].numpy().copy()
-            for worker, (flags, told) in kept["pushes"].items():
-                body = tensors[f"push.{tensor}.{worker}"].numpy().copy()
-                round_.pushes[int(worker)] = Push(FrameFlags(flags), body, tuple(fields["told"][told]))
+            round_ = Round(machine.workers, kept["version"], config.staleness)
+            for step, worker, flags, told in kept["pushes"]:
+                body = tensors[f"push.{tensor}.{step}.{worker}"].numpy().copy()
+                round_.add(worker, step, Push(FrameFlags(flags), body, tuple(fields["told"][told])))
+            round_.last_pushed = tensors[f"pushed.{tensor}"].numpy().copy()
+            round_.last_counted = tensors[f"counted.{tensor}"].numpy().copy()
             machine.rounds.append(round_)
             shard.parameters[tensor] = torch.nn.Parameter(tensors[f"parameter.{tensor}"])
             shard.replicas[tensor] = tensors[f"view.{tensor}"]
@@ -120,14 +120,14 @@ class Checkpoint:
         for tensor, round_ in enumerate(machine.rounds):
             tensors[f"parameter.{tensor}"] = shard.parameters[tensor].detach()
             tensors[f"view.{tensor}"] = shard.replicas[tensor]
-            tensors[f"pushed.{tensor}"] = torch.from_numpy(round_.pushed)
-            tensors[f"counted.{tensor}"] = torch.from_numpy(round_.counted)
-            for worker, push in round_.pushes.items():
-                tensors[f"push.{tensor}.{worker}"] = torch.from_numpy(push.body.copy())
-            pushes = {
-                str(worker): [int(push.flags), numbers.setdefault(_dump(push.groups), len(numbers))]
-                for worker, push in sorted(round_.pushes.items())
-            }
+            tensors[f"pushed.{tensor}"] = torch.from_numpy(round_.last_pushed)
+            tensors[f"counted.{tensor}"] = torch.from_numpy(round_.last_counted)
+            pushes = []
+            for step, waiting in sorted(round_.waiting.items()):
+                for worker, push in sorted(waiting.items()):
+                    tensors[f"push.{tensor}.{step}.{worker}"] = torch.from_numpy(push.body.copy())
+                    told = numbers.setdefault(_dump(push.groups), len(numbers))
+                    pushes.append([step, worker, int(push.flags), told])
             rounds.append({"version": round_.version, "pushes": pushes})
             plain: dict[str, Any] = {}
             for key, value in self._optimizer_state(tensor).items():

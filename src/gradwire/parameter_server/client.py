@@ -43,6 +43,7 @@ from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
 from gradwire.parameter_server.forward_pulls import ForwardPulls
 from gradwire.parameter_server.options import JobOptions, Methods, TransferOptions, server_addresses
+from gradwire.parameter_server.report import ParameterReport, late_share
 from gradwire.parameter_server.session import TrainingConfig, TrainingJoin
 from gradwire.parameter_server.slot import ParameterSlot
 
@@ -93,7 +94,7 @@ class ParameterClient:
         self.optimizer = one_optimizer(optimizer)
         self.worker, self.workers = job.resolve()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._local_steps = job.local_steps
+        self._job = job
         self._overlap = transfer.overlap and job.local_steps == 1
         self._pushing = True
         self._micro_step = 0
@@ -117,7 +118,9 @@ class ParameterClient:
                 parameter_config(chunk, self._parameters[chunk.parameter], self.optimizer, plan, pull_plan)
                 for chunk in chunks
             )
-            config = TrainingConfig(self.workers, job.backups, job.seed, optimizer_name, tensors)
+            config = TrainingConfig(
+                self.workers, job.backups, job.seed, optimizer_name, tensors, job.staleness, job.late
+            )
             values = {chunk.name: chunk.of(self._parameters[chunk.parameter].data) for chunk in chunks}
             join = TrainingJoin(config, self._groups, incarnation)
             server = ServerConnection(address, join, self.worker, job.name, connection, values)
@@ -155,7 +158,7 @@ class ParameterClient:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
         self._micro_step += 1
-        if self._micro_step % self._local_steps:
+        if self._micro_step % self._job.local_steps:
             return not self.finished  # gradients accumulate in .grad
         for name, parameter in self._parameters.items():
             if name not in self._pushed:
@@ -179,13 +182,17 @@ class ParameterClient:
             self._pushing = before
 
     def wait(self) -> None:
-        """Bring all parameters up to date. The forward pass does this by itself.
+        """Bring all parameters up to date, whatever the staleness. Otherwise, the forward pass does this by itself.
+
+        All workers then have the same parameters after the same number of steps.
 
         Raises:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
         self._encoder.drain(self._check_servers)
         self._catch_up()
+        for name in self._parameters:
+            self._pull(name, staleness=0)
         self._pulls.pull_all()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -244,6 +251,11 @@ class ParameterClient:
     def received_bytes(self) -> int:
         """Bytes of frames received so far, headers included."""
         return sum(server.received_bytes for server in self._connections)
+
+    def report(self) -> ParameterReport:
+        """What this worker has sent, received and lost so far, up to the updates that the model has."""
+        share = late_share(self._slots)
+        return ParameterReport(self._step, self.sent_bytes, self.received_bytes, share, self._job.late)
 
     def close(self, reason: str = "") -> None:
         """Bring the model up to date and leave the job. Idempotent.
@@ -314,12 +326,13 @@ class ParameterClient:
     def _catch_up(self) -> None:
         """Skip the steps that were closed without this worker.
 
-        A worker pushes for a step only when it has all updates before it. If any update of this step has arrived,
-        those before it are therefore on their way.
+        A worker pushes for a step only when it has all updates before it, but for the staleness. If any update of this
+        step has arrived, those are therefore on their way.
         """
         newest = max(slot.newest for slot in self._slots)
-        self._step = max(self._step, newest - 1)
+        self._step = max(self._step, newest - 1 - self._job.staleness)
 
-    def _pull(self, name: str) -> None:
+    def _pull(self, name: str, staleness: int | None = None) -> None:
+        allowed = self._job.staleness if staleness is None else staleness
         for chunk, server, slot in self._placed[name]:
-            server.pull(slot, chunk.of(self._parameters[name].data), self._step)
+            server.pull(slot, chunk.of(self._parameters[name].data), self._step, staleness=allowed)

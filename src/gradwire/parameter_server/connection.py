@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -96,9 +95,13 @@ class ServerConnection(Client):
             if self._welcome is not None:
                 self._send_groups()
 
-    def pull(self, slot: ParameterSlot, values: torch.Tensor, version: int) -> None:
-        """Wait for `version` and bring values up to it, in place. A finished server's last version is enough."""
-        self._wait(lambda: slot.newest >= version, f"update {version} of {slot.config.name!r}")
+    def pull(self, slot: ParameterSlot, values: torch.Tensor, version: int, *, staleness: int = 0) -> None:
+        """Bring values up to `version`, in place. Waits for it, or for one that is `staleness` updates older.
+
+        A finished server's last version is enough.
+        """
+        oldest = version - staleness
+        self._wait(lambda: slot.newest >= oldest, f"update {oldest} of {slot.config.name!r}")
         with self._locks[slot.tensor]:
             slot.apply(values, version)
 
@@ -138,7 +141,7 @@ class ServerConnection(Client):
         else:
             assert self._welcome is not None, "admitted"
             with self._locks[header.tensor]:
-                self.slots[header.tensor].receive(header, body, self._welcome.counted[header.tensor])
+                self.slots[header.tensor].receive(header, body, self._welcome.steps_counted(header.tensor))
                 self._note_result(self.slots[header.tensor].newest)
         with self._changed:
             self._changed.notify_all()
@@ -156,7 +159,7 @@ class ServerConnection(Client):
 
     def _take_welcome(self, body: np.ndarray) -> None:
         """Send what the server lacks: initial values, then hyperparameters, then the pushes of their step."""
-        welcome = self._read_welcome(partial(TrainingWelcome.from_bytes, num_tensors=len(self.slots)), body)
+        welcome = self._read_welcome(self._parse_welcome, body)
         if welcome is None:
             self._endpoint.close(str(self._error))
             return
@@ -169,10 +172,13 @@ class ServerConnection(Client):
             self._welcome = welcome  # from here on, other threads send too
         for tensor, slot in enumerate(self.slots):
             with self._locks[tensor]:
-                slot.pushed_before(welcome.pushed[tensor])
-                frame = slot.unanswered()
-            if frame is not None and frame[0].round == welcome.versions[tensor]:
-                self._endpoint.send(self._server, *frame)
+                slot.pushed_before(welcome.steps_pushed(tensor))
+                for header, sent in slot.unanswered():
+                    if header.round >= welcome.versions[tensor]:
+                        self._endpoint.send(self._server, header, sent)
+
+    def _parse_welcome(self, body: bytes) -> TrainingWelcome:
+        return TrainingWelcome.from_bytes(body, len(self.slots), self._join.config.staleness)
 
     def _send_groups(self) -> None:
         self._send_frame(FrameKind.GROUPS, encode_groups(self._join.groups))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
 from gradwire.net.address import parse_address
+from gradwire.parameter_server.session import LATE, MAX_STALENESS
 from gradwire.sync.plan import Plan
 
 Methods = str | Compressor | dict[str, str | Compressor]
@@ -23,7 +24,12 @@ class JobOptions:
         name: Name of the job, the same as the servers'.
         worker: Id of this worker, from 0 to `workers` - 1. Default: the variable ``RANK``.
         workers: Number of workers. Default: the variable ``WORLD_SIZE``.
-        backups: Number of workers that may miss a step without holding it up. They keep their gradients for later.
+        backups: Number of workers that may miss a step without holding it up.
+        late: What a worker does with a gradient whose step was closed without it: ``"keep"``, which adds it to the
+            residual, so that it is only late; or ``"drop"``, as TensorFlow's backup workers do, so that it is lost.
+            `ParameterClient.report` says how much that is.
+        staleness: Number of steps that a worker may be ahead of the slowest counted one. With 0, the default, all
+            workers compute each step with the same parameters.
         local_steps: Number of steps whose gradients are accumulated before they are pushed.
         seed: Seed of the random streams, the same on all workers.
     """
@@ -32,6 +38,8 @@ class JobOptions:
     worker: int | None = None
     workers: int | None = None
     backups: int = 0
+    late: str = "keep"
+    staleness: int = 0
     local_steps: int = 1
     seed: int = 0
 
@@ -47,6 +55,14 @@ class JobOptions:
             raise OptionError(f"There is no worker {worker} of {workers}. Workers are numbered from 0.")
         if not 0 <= self.backups < workers:
             raise OptionError(f"backups={self.backups} does not fit {workers} workers. Pass 0 to {workers - 1}.")
+        if self.late not in LATE:
+            raise OptionError(f"late={self.late!r} is not known. Pass one of {', '.join(map(repr, LATE))}.")
+        if self.late == "drop" and not self.backups:
+            raise OptionError(
+                "late='drop' has no effect without backups: no gradient is late. Pass backups=1, or more."
+            )
+        if not 0 <= self.staleness <= MAX_STALENESS:
+            raise OptionError(f"staleness={self.staleness} is out of range. Pass 0 to {MAX_STALENESS}.")
         if self.local_steps < 1:
             raise OptionError(f"local_steps={self.local_steps} is too small. Pass 1 to push after every step.")
         return worker, workers

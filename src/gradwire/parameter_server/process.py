@@ -26,6 +26,7 @@ from gradwire.core.errors import FrameError, SyncError
 from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.net.server import Server, ServerOptions, away, finished_early, stalled
 from gradwire.parameter_server.journal import Journal
+from gradwire.parameter_server.round import Round
 from gradwire.parameter_server.server import Message, ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
@@ -87,6 +88,8 @@ class ParameterServer(Server):
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued_bytes = [0] * options.workers
         self._queue_lock = threading.Lock()
+        self._versions_before = sum(round_.version for round_ in self.machine.rounds)  # of an earlier process
+        self._num_updates_sent = 0
         self._connections: dict[int, int] = {}  # connection of each worker's last JOIN
         self._lost_since: float | None = None
         self._open: dict[int, tuple[int, float]] = {}  # tensors with a push: the step, and since when
@@ -106,7 +109,17 @@ class ParameterServer(Server):
                 "Steps of the parameter that has taken most, beyond those.",
                 max(versions) - min(versions),
             ),
-            Count("pushes_waiting", "Pushes for steps that are open.", sum(len(round_.pushes) for round_ in rounds)),
+            Count(
+                "updates_total",
+                "Updates of parameters, each encoded once for all workers.",
+                self._num_updates,
+            ),
+            Count(
+                "updates_sent_total",
+                "Updates sent to workers. Those beyond updates_total did not need an encode of their own.",
+                self._num_updates_sent,
+            ),
+            Count("pushes_waiting", "Pushes for steps that are not closed.", sum(map(_num_waiting, rounds))),
             Count(
                 "open_step_seconds", "Age of the oldest open step.", 0 if oldest is None else time.monotonic() - oldest
             ),
@@ -149,6 +162,12 @@ class ParameterServer(Server):
                 self._check_finished()
             self._check_away()
             self._check_stalled()
+        self._on_event(f"Updates: {self._num_updates} encoded, {self._num_updates_sent} sent to workers.")
+
+    @property
+    def _num_updates(self) -> int:
+        """Updates since this process was started."""
+        return sum(round_.version for round_ in list(self.machine.rounds)) - self._versions_before
 
     def _resumable(self) -> bool:
         return self._journal is not None
@@ -190,6 +209,7 @@ class ParameterServer(Server):
             self._journal.commit()
         for worker, header, body in messages:
             self._endpoint.send(worker, header, body, self._connections.get(worker, 0))
+            self._num_updates_sent += header.kind is FrameKind.DELTA
         while self.machine.rejected:
             worker, reason = self.machine.rejected.popitem()
             self._refuse(worker, reason, self._connections.get(worker, 0), present=worker in self.machine.present)
@@ -243,8 +263,9 @@ class ParameterServer(Server):
             self._finish()  # the others have missed steps, and have batches left
 
     def _waiting(self) -> set[int]:
-        """Workers that have pushed for an open step."""
-        return {worker for round_ in self.machine.rounds for worker in round_.pushes} - self.machine.finished
+        """Workers that have pushed for a step that is not closed."""
+        steps = (pushes for round_ in self.machine.rounds for pushes in list(round_.waiting.values()))
+        return {worker for pushes in steps for worker in pushes} - self.machine.finished
 
     def _enough_finished(self) -> bool:
         """Whether, with backups, too few workers are left to close another step."""
@@ -255,3 +276,7 @@ class ParameterServer(Server):
         late = sorted(set(range(self.options.workers)) - self.machine.finished)
         self._on_event(f"Enough workers have finished. Workers {late} have batches left.")
         self.machine.finished.update(late)
+
+
+def _num_waiting(round_: Round) -> int:
+    return sum(map(len, list(round_.waiting.values())))

@@ -1,16 +1,19 @@
 """The server's end, without I/O: which pushes make a step, and who gets the update.
 
 Each parameter has its own steps (fine-grained barriers). A step is closed when enough workers have pushed. Its update
-goes to all workers, and later pushes for it are not counted. Everything that changes the state arrives as a frame, in
-an order that a journal can repeat.
+goes to all workers, and later pushes for it are not counted. With a staleness of N, a worker may push for up to N steps
+after the open one; steps are closed in order. Everything that changes the state arrives as a frame, in an order that a
+journal can repeat.
 
 Guarantees: a push is counted in one update at most, and the update names the workers that were counted. A step whose
 pushes add up to a NaN or an infinity is dropped with them, and its update says so. A worker that has missed
 `MAX_MISSES` updates of a parameter in a row is waited for. A worker that sends an invalid frame loses its connection,
 and no other worker is affected.
 
-Source: 3LC (Lim, Andersen, Kaminsky 2019), section 2.1. Differences: a late worker learns that it was late, and keeps
-its gradient. A straggler is not left out forever.
+Source: 3LC (Lim, Andersen, Kaminsky 2019), section 2.1; stale-synchronous barriers: Ho et al. 2013. Differences: a
+late worker learns that it was late, and keeps its gradient unless the job says ``late="drop"``. A straggler is not left
+out forever. A step counts one gradient per worker, where TensorFlow counts gradients whoever has computed them. With a
+staleness, the optimizer still steps on averages over workers, and a worker sees its own gradients with those of all.
 """
 
 # Shapes: T = tensors, n = workers.
@@ -33,6 +36,7 @@ from gradwire.parameter_server.session import (
     decode_groups,
 )
 from gradwire.parameter_server.shard import ParameterShard
+from gradwire.parameter_server.shared_updates import SharedUpdates, Update
 from gradwire.parameter_server.update import frame_header, join_update
 from gradwire.wire.frame import FrameFlags, FrameKind, Header, describe, without_seal
 from gradwire.wire.payload import Payload
@@ -55,6 +59,7 @@ class ServerStateMachine:
         config: Configuration that worker 0 has brought, with the first values; None until then.
         present: Workers that have joined and not left.
         shard: Parameters of this server.
+        updates: Newest updates, for workers that come back.
         rounds: Version and open step of each parameter, by tensor id.
         groups: Latest hyperparameters of each worker.
         incarnations: Random numbers of each worker's processes, in the order in which they have joined. All but the
@@ -75,6 +80,7 @@ class ServerStateMachine:
         self.rejected: dict[int, str] = {}
         self.workers = workers
         self.shard = shard
+        self.updates = SharedUpdates()
         self._epoch = epoch
         self._without_values: set[int] = set()  # tensors
         self._waiting: dict[int, TrainingJoin] = {}  # workers that joined before there were values
@@ -194,7 +200,8 @@ class ServerStateMachine:
         if self.config != config:
             self.groups.pop(0, None)
         self.config = self.shard.config = config
-        self.rounds = [Round(self.workers) for _ in config.tensors]
+        self.rounds = [Round(self.workers, staleness=config.staleness) for _ in config.tensors]
+        self.updates = SharedUpdates()
         self._without_values = set(range(len(config.tensors)))
         for worker, join in list(self._waiting.items()):
             if join.config != config:
@@ -206,17 +213,23 @@ class ServerStateMachine:
         welcome = TrainingWelcome(
             not self.initialized,
             tuple(round_.version for round_ in self.rounds),
-            tuple(int(round_.pushed[worker]) for round_ in self.rounds),
-            tuple(int(round_.counted[worker]) for round_ in self.rounds),
+            tuple(int(step) for round_ in self.rounds for step in round_.last_pushed[worker]),
+            tuple(int(step) for round_ in self.rounds for step in round_.last_counted[worker]),
         )
         body = np.frombuffer(welcome.to_bytes(), np.uint8)
         messages: list[Message] = [(worker, self._plain(FrameKind.WELCOME, self.workers), body)]
         if self.initialized:
             for tensor, round_ in enumerate(self.rounds):
-                if join.versions is None or join.versions[tensor] != round_.version:
-                    header = self._header(FrameKind.MODEL, tensor, round_.version)
-                    messages.append((worker, header, self.shard.values(tensor)))
+                known = None if join.versions is None else join.versions[tensor]
+                if known != round_.version:
+                    messages += [(worker, *frame) for frame in self._missed(tensor, known)]
         return messages
+
+    def _missed(self, tensor: int, known: int | None) -> list[Update]:
+        """The updates that a worker with the version `known` has missed, or values if that takes fewer bytes."""
+        updates = [] if known is None else self.updates.since(tensor, known)
+        header = self._header(FrameKind.MODEL, tensor, self.rounds[tensor].version)
+        return updates or [(header, self.shard.values(tensor))]
 
     def _take_values(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
         if worker != 0 or self.initialized or header.round:
@@ -242,20 +255,26 @@ class ServerStateMachine:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _take_push(self, worker: int, header: Header, body: np.ndarray) -> list[Message]:
+        assert self.config is not None, "joined"
         round_ = self.rounds[header.tensor]
-        if not self.initialized or header.round > round_.version:
-            raise FrameError(f"A push for step {round_.version} at most is due, not {describe(header)}.")
-        if header.round < round_.version or worker in round_.pushes:
+        latest = round_.version + self.config.staleness
+        if not self.initialized or header.round > latest:
+            raise FrameError(f"A push for step {latest} at most is due, not {describe(header)}.")
+        if header.round < round_.version or round_.has(worker, header.round):
             return []  # late, as the update has told the worker; or sent again over a new connection
-        round_.add(worker, Push(header.flags, body, self.groups[worker]))
+        round_.add(worker, header.round, Push(header.flags, body, self.groups[worker]))
         return self._close_if_due(header.tensor)
 
     def _close_if_due(self, tensor: int) -> list[Message]:
         assert self.config is not None, "joined"
-        round_ = self.rounds[tensor]
-        return self._close(tensor, round_) if round_.due(self.config.needed, self.present) else []
+        round_, messages, version = self.rounds[tensor], list[Message](), -1
+        while round_.version > version and round_.due(self.config.needed, self.present):
+            version = round_.version
+            messages += self._close(tensor, round_)  # with a staleness, the next step may be due as well
+        return messages
 
     def _close(self, tensor: int, round_: Round) -> list[Message]:
+        assert self.config is not None, "joined"
         finite = {worker: push for worker, push in sorted(round_.pushes.items()) if push.finite}
         payloads = {worker: Payload(push.body) if push.body.nbytes else None for worker, push in finite.items()}
         used = any(FrameFlags.USED in push.flags for push in finite.values())
@@ -271,6 +290,7 @@ class ServerStateMachine:
             flags = FrameFlags.NONFINITE if payload.nonfinite else FrameFlags.NONE
         header = self._header(FrameKind.DELTA, tensor, round_.version, flags)
         body = join_update(finite, self.workers, payload)
+        self.updates.add((header, body), self.config.tensors[tensor].spec.nbytes)
         round_.close([] if payload is None else list(finite))
         return [(worker, header, body) for worker in sorted(self.present) if worker not in self._waiting]
 

@@ -20,13 +20,16 @@ from gradwire.core.errors import FrameError, GradwireError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.wire.json_message import dump, load
 
-VERSION = 1
+VERSION = 2
 MAX_JOIN_BYTES = 16 << 20
 """Maximum size of a JOIN or a WELCOME: room for some hundred thousand tensors."""
 MAX_GROUPS_BYTES = 1 << 20
 MAX_TEXT = 256
 """Maximum characters of a compressor's specification. Its options are Python literals, which may be nested."""
 MAX_DIMENSIONS = 16
+MAX_STALENESS = 32
+"""Largest staleness. A server keeps up to this number of gradients per worker beyond those of the open step."""
+LATE = ("keep", "drop")
 _ONE_VERSION = "Run one gradwire version on all machines."
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 Groups = tuple[Mapping[str, Any], ...]
@@ -80,6 +83,8 @@ class TrainingConfig:
         seed: Seed of the random streams.
         optimizer: Name of a class in `torch.optim`, or import path of another class that the server allows.
         tensors: Parameters of this server, by tensor id.
+        staleness: Number of steps that a worker may be ahead of the slowest counted one.
+        late: What a worker does with a gradient whose step was closed without it: ``"keep"`` or ``"drop"``.
     """
 
     workers: int
@@ -87,6 +92,8 @@ class TrainingConfig:
     seed: int
     optimizer: str
     tensors: tuple[ParameterConfig, ...]
+    staleness: int = 0
+    late: str = "keep"
 
     @cached_property
     def kinds(self) -> frozenset[tuple[int, int, str]]:
@@ -123,8 +130,10 @@ class TrainingConfig:
                 raise ValueError(f"version {version}, not {VERSION}")
             tensors = tuple(_parameter_config(each) for each in _expect(fields.pop("tensors"), list))
             config = cls(tensors=tensors, **fields)
-            for number in (config.workers, config.backups, config.seed):
+            for number in (config.workers, config.backups, config.seed, fields["staleness"]):
                 _expect(number, int)
+            if not 0 <= config.staleness <= MAX_STALENESS or fields["late"] not in LATE:
+                raise ValueError(f"staleness {config.staleness}, late {config.late!r:.60}")
             if not 0 <= config.backups < config.workers <= 1 << 15:
                 raise ValueError(f"{config.backups} backups of {config.workers} workers")
             _expect(config.optimizer, str)
@@ -191,8 +200,9 @@ class TrainingWelcome:
     Attributes:
         initialize: Whether the server has no values yet, so that this worker sends its own.
         versions: Version of each tensor.
-        pushed: Last step for which the server has this worker's gradient, by tensor id, or -1.
-        counted: Last step in which the server has counted this worker's gradient, by tensor id, or -1.
+        pushed: Last staleness + 1 steps for which the server has taken this worker's gradient, by tensor id, one tensor
+            after the other; -1 for none.
+        counted: Last staleness + 1 steps in which the server has counted this worker's gradient, in the same form.
     """
 
     initialize: bool
@@ -200,11 +210,23 @@ class TrainingWelcome:
     pushed: tuple[int, ...]
     counted: tuple[int, ...]
 
+    def steps_pushed(self, tensor: int) -> frozenset[int]:
+        """Steps of `pushed` of one tensor."""
+        return frozenset(self._of(self.pushed, tensor))
+
+    def steps_counted(self, tensor: int) -> frozenset[int]:
+        """Steps of `counted` of one tensor."""
+        return frozenset(self._of(self.counted, tensor))
+
+    def _of(self, steps: tuple[int, ...], tensor: int) -> tuple[int, ...]:
+        size = len(steps) // len(self.versions)
+        return steps[tensor * size : (tensor + 1) * size]
+
     def to_bytes(self) -> bytes:
         return dump(asdict(self))
 
     @classmethod
-    def from_bytes(cls, body: bytes, num_tensors: int) -> TrainingWelcome:
+    def from_bytes(cls, body: bytes, num_tensors: int, staleness: int = 0) -> TrainingWelcome:
         """Parse what `to_bytes` has made.
 
         Raises:
@@ -213,7 +235,7 @@ class TrainingWelcome:
         data = load(body)
         try:
             numbers = [_numbers(data[key]) for key in ("versions", "pushed", "counted")]
-            if any(len(row) != num_tensors for row in numbers):
+            if [len(row) for row in numbers] != [num_tensors, *[num_tensors * (staleness + 1)] * 2]:
                 raise ValueError(f"other than {num_tensors} tensors")
             return cls(_expect(data["initialize"], bool), *numbers)
         except (KeyError, TypeError, ValueError) as error:

@@ -5,7 +5,9 @@ have left so far. A worker that returns gets these values.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3: a change is compressed once for all pulls. Differences: the
 paper keeps an error buffer. Here it follows from parameter and copy, so that it cannot drift. Without feedback, only
-the change of the step is sent, as in the paper.
+the change of the step is sent, as in the paper. The unit of compression is a chunk: a parameter above 32,768 elements
+(`TransferOptions.chunk_elements`) is cut by rows, and each chunk has its own encode, scale (3LC's M) and step. In
+the paper, this unit is a tensor. What is called a parameter here is such a chunk.
 """
 
 # Shapes: N = elements of a parameter.

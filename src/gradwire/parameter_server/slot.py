@@ -1,12 +1,15 @@
 """The worker's end of one parameter, without I/O: pushes, residual and pulls.
 
-A gradient is pushed for the step that follows the parameter's version. Its residual is staged until the update of that
-step names the workers that were counted. A worker that came late adds its gradient to its residual. A gradient is
-therefore either counted once or kept. The gradients of a step that is not finite are dropped.
+A gradient is pushed for a step, and waits until the update of that step names the workers that were counted. A worker
+that came late adds its gradient to its residual, unless the job says ``late="drop"``. A gradient is therefore either
+counted once or kept, or lost and counted as such. The gradients of a step that is not finite are dropped.
+
+A push takes the whole residual with it. When its step is closed, the residual gets back what the push did not carry, or
+all that it has taken. Pushes that wait at the same time, as with a staleness, do not depend on each other's outcome.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1 and 3, figure 3: steps 1 to 4, a and b. Differences: an update
-names the workers that were counted. In section 2.1, a late gradient of a backup worker is lost; here the residual
-keeps it.
+names the workers that were counted. In section 2.1, a late gradient of a backup worker is lost; here, that is optional.
+With a staleness of S, the error of a push reaches a push S + 1 steps later, and not the next one.
 """
 
 # Shapes: N = elements of the parameter.
@@ -14,6 +17,7 @@ keeps it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,12 +50,14 @@ class _Push:
     Attributes:
         header: Header of the frame.
         payload: Encoded gradient; None if the parameter was not used.
-        residual: What the payload does not carry, float32[N]; None without feedback or payload.
+        taken: Residual before this push, float32[N]; None for nothing.
+        left: What the payload does not carry, float32[N]; None without feedback or payload.
     """
 
     header: Header
     payload: Payload | None
-    residual: np.ndarray | None
+    taken: np.ndarray | None
+    left: np.ndarray | None
 
     @property
     def frame(self) -> Frame:
@@ -73,6 +79,8 @@ class ParameterSlot:
         version: Version of the values that `apply` has last written; -1 before there are values.
         newest: Newest version that has arrived; -1 before there are values.
         residual: What earlier pushes did not carry, float32[N]; None for nothing.
+        num_gradients: Number of gradients so far.
+        num_late: Number of those whose step was closed without them.
     """
 
     def __init__(self, tensor: int, training: TrainingConfig, worker: int, epoch: int) -> None:
@@ -82,10 +90,11 @@ class ParameterSlot:
         self.tensor = tensor
         self._training = training
         self._worker = worker
-        self._push: _Push | None = None
+        self.num_gradients = self.num_late = 0
+        self._waiting: deque[_Push] = deque()  # oldest first, one for each step at most
         self._spare: np.ndarray | None = None  # memory of a residual, for the next one
-        self._pushed_before = -1
-        self._arrived: deque[tuple[Header, np.ndarray, int]] = deque()
+        self._pushed_before: Collection[int] = ()
+        self._arrived: deque[tuple[Header, np.ndarray, Collection[int]]] = deque()
         self._header = partial(frame_header, training, tensor, epoch)
 
     # -- push ------------------------------------------------------------------------------------------------
@@ -95,64 +104,82 @@ class ParameterSlot:
 
         Args:
             grad: Gradient of the parameter; None if it was not used.
-            step: Version of the values that the gradient was computed with.
+            step: The step. The gradient was computed with values of this version, or of one that is older by the
+                staleness at most.
 
         Returns:
             The frame to send. None if the step is closed, or has a push of an earlier process of this worker: the
-            gradient is then added to the residual.
+            gradient is late then.
         """
-        assert self._push is None, "one push a step"
-        if self.newest > step or self._pushed_before == step:
+        assert len(self._waiting) <= self._training.staleness, "values are brought up to date before"
+        self.num_gradients += grad is not None
+        if self.newest > step or step in self._pushed_before:
             if grad is not None:
-                self._add_to_residual(grad)
+                late: torch.Tensor = grad
+                self._take_late(lambda: late)
             return None
         flags = FrameFlags.PRESENT if grad is None else FrameFlags.PRESENT | FrameFlags.USED
-        payload, residual = self._encode(grad, step)
+        payload, taken, left = self._encode(grad, step)
         if payload is not None and payload.nonfinite:
             flags |= FrameFlags.NONFINITE
         header = self._header(FrameKind.PAYLOAD, self._worker, step, flags, 0 if payload is None else None)
-        self._push = _Push(header, payload, residual)
-        return self._push.frame
+        self._waiting.append(_Push(header, payload, taken, left))
+        return self._waiting[-1].frame
 
-    def unanswered(self) -> Frame | None:
-        """The push whose update has not come. It is sent again over a new connection, byte for byte."""
-        return None if self._push is None else self._push.frame
+    def unanswered(self) -> list[Frame]:
+        """The pushes whose update has not come. They are sent again over a new connection, byte for byte."""
+        return [push.frame for push in self._waiting]
 
-    def pushed_before(self, step: int) -> None:
-        """Note that the server has a push of this worker for `step`, from an earlier process or connection."""
-        self._pushed_before = step
+    def pushed_before(self, steps: Collection[int]) -> None:
+        """Note the steps that the server has a push of this worker for, from an earlier process or connection."""
+        self._pushed_before = steps
 
     def first_values(self, values: torch.Tensor) -> Frame:
         """The frame of the initial values, which worker 0 sends."""
         self.version = self.newest = 0
         return self._header(FrameKind.MODEL, self._worker), body_of(values)
 
-    def _encode(self, grad: torch.Tensor | None, step: int) -> tuple[Payload | None, np.ndarray | None]:
+    def _encode(
+        self, grad: torch.Tensor | None, step: int
+    ) -> tuple[Payload | None, np.ndarray | None, np.ndarray | None]:
         if grad is None:  # the residual waits until the parameter is used: now, the optimizer may skip it
-            return None, None
+            return None, None, None
         grad = grad.detach().cpu()
         compressor = self.config.push_compressor
         ctx = push_context(self._training, self.tensor, self._worker, step)
+        taken, self.residual = self.residual, None
         if self.config.push_feedback:
-            residual = np.empty(grad.numel(), np.float32) if self._spare is None else self._spare
+            left = np.empty(grad.numel(), np.float32) if self._spare is None else self._spare
             self._spare = None
-            return compressor.encode(grad, ctx, residual_in=self.residual, residual_out=residual), residual
-        if self.residual is not None:  # a gradient that was not counted
-            grad = grad + as_tensor(self.residual, change_spec(self.config.spec)).to(grad.dtype)
-        return compressor.encode(grad, ctx), None
+            return compressor.encode(grad, ctx, residual_in=taken, residual_out=left), taken, left
+        if taken is not None:  # a gradient that was not counted
+            grad = grad + as_tensor(taken, change_spec(self.config.spec)).to(grad.dtype)
+        return compressor.encode(grad, ctx), taken, None
 
     def _settle(self, push: _Push, *, counted: bool, dropped: bool) -> None:
         """Commit or undo a push, now that its step is closed."""
-        self._push = None
-        if push.payload is None:
+        payload = push.payload
+        if payload is None:
             return
-        if dropped or push.payload.nonfinite:
-            self._spare = push.residual
-            return
-        self.residual, self._spare = push.residual, self.residual if push.residual is not None else None
-        if not counted:
+        undone = dropped or payload.nonfinite
+        self._give_back(push.taken if undone else push.left)
+        self._spare = push.left if undone else push.taken
+        if not undone and not counted:
             ctx = push_context(self._training, self.tensor, self._worker, push.header.round)
-            self._add_to_residual(self.config.push_compressor.decode(push.payload, ctx))
+            self._take_late(lambda: self.config.push_compressor.decode(payload, ctx))
+
+    def _give_back(self, values: np.ndarray | None) -> None:
+        """Add values that were finite to the residual. The residual may take over their memory."""
+        if values is None or self.residual is None:
+            self.residual = self.residual if values is None else values
+        else:
+            self._add_to_residual(torch.from_numpy(values))
+
+    def _take_late(self, grad: Callable[[], torch.Tensor]) -> None:
+        """Keep a gradient whose step was closed without it, or count it as lost."""
+        self.num_late += 1
+        if self._training.late == "keep":
+            self._add_to_residual(grad())
 
     def _add_to_residual(self, grad: torch.Tensor) -> None:
         values = as_array(grad.detach().to("cpu", torch.float32))
@@ -185,28 +212,28 @@ class ParameterSlot:
                 f"{describe(header)})."
             )
 
-    def receive(self, header: Header, body: np.ndarray, last_counted: int = -1) -> None:
+    def receive(self, header: Header, body: np.ndarray, counted: Collection[int] = ()) -> None:
         """Take an admitted update, or values that replace missed updates.
 
         Args:
             header: Header of the frame.
             body: Body of the frame.
-            last_counted: For values, the last step that counted this worker.
+            counted: For values, the last steps that counted this worker.
         """
         if header.kind is FrameKind.MODEL:
             self._arrived.clear()
-        self._arrived.append((header, body, last_counted))
+        self._arrived.append((header, body, counted))
         self.newest = header.round + (header.kind is FrameKind.DELTA)
 
     def apply(self, values: torch.Tensor, version: int) -> None:
-        """Bring the parameter's values up to `version`, in place.
+        """Bring the parameter's values up to `version`, in place, or to the newest one that has arrived.
 
         Raises:
             PayloadError: An update does not decode.
         """
         while self._arrived and (self.version < version or self._arrived[0][0].kind is FrameKind.MODEL):
-            header, body, last_counted = self._arrived.popleft()
-            last_taken = self._pushed_before  # when its step closes, a push is counted or dropped
+            header, body, counted = self._arrived.popleft()
+            taken = self._pushed_before  # when its step closes, a push is counted or dropped
             if header.kind is FrameKind.MODEL:
                 with torch.no_grad():
                     values.copy_(values_of(body, self.config.spec))
@@ -216,13 +243,12 @@ class ParameterSlot:
                 if payload is not None:
                     ctx = pull_context(self._training, self.tensor, self.version)
                     add_change(self.config.pull_compressor, payload, ctx, values)
-                last_taken = self.version if self._worker in named else -1
-                last_counted = -1 if payload is None else last_taken
+                taken = (self.version,) if self._worker in named else ()
+                counted = () if payload is None else taken
                 self.version += 1
-            if self._push is not None and self._push.header.round < self.version:
-                counted = last_counted == self._push.header.round
-                dropped = last_taken == self._push.header.round and not counted
-                self._settle(self._push, counted=counted, dropped=dropped)
+            while self._waiting and (step := self._waiting[0].header.round) < self.version:
+                dropped = step in taken and step not in counted
+                self._settle(self._waiting.popleft(), counted=step in counted, dropped=dropped)
 
 
 def values_of(body: np.ndarray, spec: TensorSpec) -> torch.Tensor:
