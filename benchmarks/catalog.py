@@ -101,6 +101,11 @@ _MICRO = (
         "micro.protection",
     ),
     Benchmark(
+        "server-link",
+        "How busy is a parameter server's link, how do workers share it, and what do receive buffers change?",
+        "micro.server_link", recorded=False,
+    ),
+    Benchmark(
         "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",
         "micro.aggregation_server",
     ),

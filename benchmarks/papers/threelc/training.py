@@ -3,7 +3,8 @@
 `--data` is a folder of CIFAR-10 as images, see `benchmarks.data.cifar`. Four workers and a server train a ResNet in the
 lab, each on a host of its own. As in the paper, accuracy is measured in whole trainings at one rate, since the rate
 does not affect what is learned, and step times at each rate in others, which are short except for 3LC. Trainings that
-the record has are not run again if they have the same model and number of steps.
+the record has are not run again if they have the same model and number of steps. `--runs` repeats the short trainings,
+so that speed-ups have intervals.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: 4 workers instead of 10; a ResNet with 8 layers and
 308 thousand parameters, whose first convolution has a stride of 2; some hundred steps instead of 25,600; a learning
@@ -41,7 +42,7 @@ SHORT_STEPS = {"10mbit": 10, "100mbit": 40, FULL_RATE: 60}
 PORT = 7070
 FIRST = 3  # steps that are not timed: kernels are loaded, connections warm up
 KEY = ("method", "rate", "seed", "share", "steps", "size")
-CHOICES = ("seeds", "shares", "designs", "parts")
+CHOICES = ("seeds", "shares", "designs", "parts", "runs")
 Row = dict[str, Any]
 
 
@@ -169,6 +170,7 @@ def run(
     shares: Annotated[bool, typer.Option(help="Train for 25, 50 and 75 % of the steps, too.")] = True,
     designs: Annotated[str, typer.Option(help="Labels of designs, such as '32-bit float'.")] = "",
     parts: Annotated[str, typer.Option(help="learn, hurry (short trainings that time steps), or both.")] = "",
+    runs: Annotated[int, typer.Option(min=1, max=10, help="Short trainings of each design at each rate.")] = 3,
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[Row]:
@@ -179,7 +181,7 @@ def run(
     size = Size(blocks, width)
     trainings = [
         *(learn(chosen, seeds, shares) if "learn" in kinds else ()),
-        *(hurry(chosen) if "hurry" in kinds else ()),
+        *(hurry(chosen, runs) if "hurry" in kinds else ()),
     ]
     with Lab(WORKERS + 1, FULL_RATE) as lab:
         for design, rate, seed, share in trainings:
@@ -202,10 +204,11 @@ def learn(designs: Sequence[Design], seeds: int, shares: bool) -> Iterator[Train
         yield from ((design, FULL_RATE, 0, share) for design in designs if design.main)
 
 
-def hurry(designs: Sequence[Design]) -> Iterator[Training]:
-    """Run short trainings, for step times."""
-    for rate in SHORT_STEPS:
-        yield from ((design, rate, 0, "") for design in designs)
+def hurry(designs: Sequence[Design], runs: int) -> Iterator[Training]:
+    """Run short trainings, for step times. The number of the run is its seed, and all designs take a turn in each."""
+    for seed in range(runs):
+        for rate in SHORT_STEPS:
+            yield from ((design, rate, seed, "") for design in designs)
 
 
 def few(design: Design, rate: str, steps: int) -> int:
@@ -246,7 +249,7 @@ def values(rows: Sequence[Row], label: str, metric: str, rate: str, share: float
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown table that combines tables 1 and 2. The paper's speed-ups are in brackets."""
+    """Markdown table that combines tables 1 and 2, with 95 % intervals. The paper's speed-ups are in brackets."""
     rates = ("10mbit", "100mbit", FULL_RATE)
     lines = [
         "| design | × at 10 Mb/s | × at 100 Mb/s | × at 1 Gb/s | ÷ ideal | accuracy, % | difference | bits |",
@@ -260,11 +263,11 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells = []
         for rate, paper in zip(rates, design.paper):
-            steps = [statistics.fmean(values(rows, label, "step", rate)) for label in (DESIGNS[0].label, design.label)]
-            cells.append(f"{steps[0] / steps[1]:.2f} ({'–' if math.isnan(paper) else f'{paper:g}'})")
-        over = ", ".join(
-            f"{statistics.fmean(values(rows, design.label, 'step_over_ideal', rate)):.2f}" for rate in rates
-        )
+            floats, own = (values(rows, label, "step", rate) for label in (DESIGNS[0].label, design.label))
+            cells.append(
+                f"{measured([a / b for a, b in zip(floats, own)])} ({'–' if math.isnan(paper) else f'{paper:g}'})"
+            )
+        over = ", ".join(measured(values(rows, design.label, "step_over_ideal", rate)) for rate in rates)
         mean, _ = interval(found)
         difference, half = interval([100 * (a - b) for a, b in zip(found, base)])
         bits = (
@@ -275,6 +278,12 @@ def table(rows: Sequence[Row]) -> str:
             f"{' + '.join(f'{each:.3f}' for each in bits)} |"
         )
     return "\n".join(lines)
+
+
+def measured(found: Sequence[float]) -> str:
+    """Mean of some runs, with its 95 % interval if there are several."""
+    mean, half = interval(found)
+    return f"{mean:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
