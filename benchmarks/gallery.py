@@ -218,6 +218,27 @@ def thc_workers(axes: Any, theme: Palette) -> None:
     axes[0].legend(fontsize=9)
 
 
+def thc_simulated(axes: Any, theme: Palette) -> None:
+    """Simulated speed-ups over DDP fp32, by model (THC's figure 6). Hollow points are bounds."""
+    methods = {
+        "DDP fp16": theme.dense, "thc, co-located": theme.colors[0], "thc, Python": theme.colors[1],
+        "thc, XDP on bridge": theme.colors[2], "thc, in the switch, all free": theme.colors[3],
+    }  # fmt: skip
+    for axis, rate in zip(axes, ("1gbit", "10gbit", "100gbit"), strict=True):
+        for method, color in methods.items():
+            found = rows("thc-simulated", figure="6", rate=rate, method=method)
+            face = "none" if method.endswith("free") else color
+            values = [float(row["over_ddp"]) for row in found]
+            axis.plot(values, range(len(found)), "o", color=color, markerfacecolor=face, label=method)
+            axis.set_yticks(range(len(found)), [row["model"] for row in found] if axis is axes[0] else [])
+        axis.invert_yaxis()
+        axis.axvline(1, color=theme.dense, linewidth=1)
+        logarithmic(axis, [0.03, 0.1, 0.3, 1, 3, 10], ["0.03", "0.1", "0.3", "1", "3", "10"])
+        axis.set_title(f"over DDP fp32, {rate.removesuffix('gbit')} Gb/s", loc="left")
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+
+
 def gcomp_bytes(axes: Any, theme: Palette) -> None:
     """Bytes of `lossless` and `gcomp` over those of float32, by optimizer."""
     found = rows("gcomp-payloads")
@@ -307,6 +328,7 @@ PICTURES = {
     "parts": Picture(3, (9, 2.2), parts),
     "rates": Picture(2, (9, 3.4), rates_and_ratios),
     "thc-workers": Picture(2, (9, 3.2), thc_workers),
+    "thc-simulated": Picture(3, (9, 3.4), thc_simulated),
     "gcomp-bytes": Picture(1, (9, 3.2), gcomp_bytes),
     "threelc": Picture(1, (9, 3.8), threelc_accuracy),
     "balanced-sums": Picture(2, (9, 3.2), balanced_sums),
