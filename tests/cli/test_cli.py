@@ -80,7 +80,7 @@ def test_an_error_of_the_users_code_is_shown_as_theirs(tmp_path, monkeypatch, ar
         (["serve", "--workers", "1", "--parameters", "--optimizer", "Mine"], "such as my_module.MyOptimizer"),
         (["serve", "--workers", "1", "--parameters", "--optimizer", "torch.optim.None"], "Use one of torch.optim"),
         (["simulate", "--plot", "plot.xyz"], "End it in"),
-        (["simulate", "--method", "onebit@star"], "Unknown strategy between ranks 'star'"),
+        (["simulate", "--method", "onebit@star"], "Unknown strategy 'star'"),
         (["simulate", "--latency", "5"], "Known units: us, ms, s"),
         (["simulate", "--bucket", "-1"], "greater than or equal to 0.001"),
         (["tables", "--ranks", "0"], "greater than or equal to 1"),

@@ -153,11 +153,11 @@ def serve(
                         xdp=xdp or None, xdp_mode=xdp_mode, guard=guard,
                     )
                 )  # fmt: skip
+            received = stack.enter_context(stopped_by_signals(server))  # first: whoever reads "Serving" may send one
             what = "parameters" if parameters else "sums"
             typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
             if metrics is not None:
                 typer.echo(f"Metrics at {metrics.url}")
-            received = stack.enter_context(stopped_by_signals(server))
             server.run(on_event=typer.echo)
     except ServerStoppedError as error:
         typer.echo(str(error), err=True)

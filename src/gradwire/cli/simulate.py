@@ -135,7 +135,7 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class SimulatedServerOptions:
     """Aggregation server, for the strategy server."""
 
     server: Annotated[
@@ -163,7 +163,7 @@ class ServerOptions:
         from gradwire.simulate.served import SERVER
 
         if not any(method.strategy == SERVER for method in methods):
-            if self != ServerOptions():
+            if self != SimulatedServerOptions():
                 raise OptionError(
                     "No method travels through a server, so its options cannot apply. Pass --method thc --strategy "
                     "server, or leave --server, --server-rate and --multicast out."
@@ -209,7 +209,7 @@ def simulate(
     model: ModelOptions,
     methods: MethodOptions,
     cluster: ClusterOptions,
-    server: ServerOptions,
+    server: SimulatedServerOptions,
     simulation: SimulationOptions,
     output: SimulationOutput,
 ) -> None:
