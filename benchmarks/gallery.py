@@ -233,8 +233,9 @@ def thc_simulated(axes: Any, theme: Palette) -> None:
             axis.set_yticks(range(len(found)), [row["model"] for row in found] if axis is axes[0] else [])
         axis.invert_yaxis()
         axis.axvline(1, color=theme.dense, linewidth=1)
-        logarithmic(axis, [0.03, 0.1, 0.3, 1, 3, 10], ["0.03", "0.1", "0.3", "1", "3", "10"])
-        axis.set_title(f"over DDP fp32, {rate.removesuffix('gbit')} Gb/s", loc="left")
+        logarithmic(axis, [0.03, 0.1, 0.3, 1, 3, 10], ["0.03", "0.1", "0.3", "DDP", "3", "10"])
+        axis.set_xlim(0.012, 12)
+        axis.set_title(f"simulated steps/s, {rate.removesuffix('gbit')} Gb/s", loc="left")
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
 

@@ -1,5 +1,7 @@
 """The simulation of THC's figures: what is free is never slower, and rows become tables and pictures."""
 
+from dataclasses import replace
+
 import pytest
 from benchmarks.papers.thc import simulated
 
@@ -17,7 +19,8 @@ def known():
         stats=line(1e-10), stats_bytes=line(4e-3), accumulate=line(1e-10), finalize=line(3e-10),
         accumulator_bytes=line(1.0),
     )  # fmt: skip
-    codecs = {"none": codec, simulated.THC: summed, **dict.fromkeys(simulated.RIVALS, codec)}
+    scaled = replace(codec, stats=line(1e-10), stats_bytes=LinearCost(4.0, 0.0))
+    codecs = {"none": codec, simulated.THC: summed, **dict.fromkeys(simulated.RIVALS, codec), "terngrad": scaled}
     return Costs(1, (LinkCosts(0.0, 0.0),), codecs, add=line(2e-10), task=1e-5, frame=LinearCost(1e-5, 1e-10))
 
 

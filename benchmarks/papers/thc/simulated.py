@@ -317,6 +317,6 @@ def _panel(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
     axis.set_yscale("log")
     axis.set_yticks([0.03, 0.1, 0.3, 1, 3, 10])
     axis.minorticks_off()
-    plain_numbers(axis)
+    plain_numbers(axis.yaxis)
     axis.set_xticks(range(len(names)), names, rotation=25, fontsize=8)
     axis.grid(axis="y", color="#e4e7eb")
