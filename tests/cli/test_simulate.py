@@ -101,6 +101,7 @@ def test_a_server_in_the_switch_is_faster_than_one_with_a_link_like_others(serve
     assert switched["step_seconds"] < copied["step_seconds"] < linked["step_seconds"]  # type: ignore[operator]
     table = run("--model", "resnet50", "--costs", served, *SERVER, "--server", "python")
     assert table.exit_code == 0 and "server" in table.output
+    assert "…" not in table.output, "no column is cut off"
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def _print(rows: list[SweepRow], costs: Costs, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console()
-    console.width = max(console.width, 118)  # fewer columns would cut the numbers off, and a pipe has no width
+    console.width = max(console.width, 130)  # fewer columns would cut the numbers off, and a pipe has no width
     console.print(_table(rows))
     console.print(
         "Waits, in ms, on the longest chain of dependencies: for messages (wire); for encodes, merges, decodes and a\n"
