@@ -4,9 +4,10 @@ import threading
 
 import pytest
 
+from .group import group
 from .processes import ranks
 
-__all__ = ["ranks"]
+__all__ = ["group", "ranks"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

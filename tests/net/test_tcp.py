@@ -1,15 +1,10 @@
+"""Frames between the ranks of a group: whole, in order, and refused where they do not fit."""
+
 from __future__ import annotations
 
-import gc
-import os
 import queue
-import socket
-import sys
 import threading
-import time
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,60 +18,13 @@ from gradwire.core.errors import (
     PeerTimeoutError,
     SyncError,
 )
-from gradwire.net.slots import SlottedTransport
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks
 from gradwire.wire.frame import FrameKind
 
-from .recorder import PATIENCE, Recorder, body, header, start, until
+from .group import connect_all
+from .recorder import PATIENCE, body, header, start, until
 from .test_rendezvous import Transcript
-
-
-def connect_all(
-    world_size: int, *, timeout: timedelta = PATIENCE, name: str = "test", mesh: type[TcpTransport] = TcpTransport,
-    store: Any = None,
-) -> list[TcpTransport]:  # fmt: skip
-    """Connect the ranks of a group that live in threads of this process."""
-    store = store or dist.HashStore()
-    found: list[TcpTransport | BaseException | None] = [None] * world_size
-
-    def connect(rank: int) -> None:
-        try:
-            found[rank] = mesh.connect(store, rank, world_size, timeout=timeout, name=name)
-        except BaseException as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [one for one in found if isinstance(one, BaseException)]
-    if errors:
-        raise errors[0]
-    return found
-
-
-@pytest.fixture(
-    params=[
-        "checksums",
-        pytest.param("time slots", marks=pytest.mark.ci),
-        pytest.param("job key", marks=pytest.mark.ci),
-    ]
-)
-def group(request, monkeypatch):
-    made: list[TcpTransport] = []
-    mesh = SlottedTransport if request.param == "time slots" else TcpTransport
-    if request.param == "job key":
-        monkeypatch.setenv("GRADWIRE_JOB_KEY", "ab" * 32)
-
-    def make(world_size: int, **options) -> list[TcpTransport]:
-        made.extend(connect_all(world_size, mesh=mesh, **options))
-        return made
-
-    yield make
-    for transport in made:
-        transport.abort("the test has ended")
 
 
 def test_frames_of_all_sizes_arrive_whole_and_in_order(group):
@@ -141,134 +89,6 @@ def test_what_is_sent_before_the_peer_starts_is_kept(group):
     np.testing.assert_array_equal(recorder.frame()[2], body(1_000_000))
 
 
-def test_close_sends_what_is_queued(group):
-    transports = group(2)
-    recorders = [start(transport) for transport in transports]
-    for index in range(20):
-        transports[0].send(1, header(transports[0], tensor=index), body(1_000_000, index))
-    transports[0].close()
-    for index in range(20):
-        np.testing.assert_array_equal(recorders[1].frame()[2], body(1_000_000, index))
-    until(lambda: transports[1].departed(0))
-    assert recorders[0].failures.empty()
-    assert recorders[1].failures.empty()
-    transports[1].send(0, header(transports[1]), body(3))
-    error = recorders[1].failure()
-    assert isinstance(error, PeerLostError)
-    assert "has left the group" in str(error)
-
-
-def vanish(transport: TcpTransport) -> None:
-    """End all connections as the end of the process does."""
-    for link in transport._links.values():
-        link.socket.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize("leave", [TcpTransport.close, vanish])
-@pytest.mark.parametrize("needed", [True, False])
-def test_who_leaves_fails_those_who_need_it(group, leave, needed):
-    transports = group(3)
-    recorders = [start(transports[rank], needs=lambda *departure, rank=rank: needed and rank == 0) for rank in range(3)]
-    leave(transports[2])
-    if needed:
-        assert [recorders[rank].failure().rank for rank in (0, 1)] == [2, 2]
-        return
-    until(lambda: transports[0].departed(2) and transports[1].departed(2))
-    transports[0].send(1, header(transports[0]), body(5))
-    recorders[1].frame()
-    assert recorders[0].failures.empty() and recorders[1].failures.empty()
-    transports[0].send(2, header(transports[0]), body(5))
-    error = recorders[0].failure()
-    assert isinstance(error, PeerLostError)
-    assert error.rank == 2
-    assert ("has left the group" if leave is TcpTransport.close else "without a goodbye") in str(error)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts it")
-def test_the_busy_time_of_a_link_outlives_it(group):
-    transports = group(2)
-    recorders = [start(transport) for transport in transports]
-    for round_ in range(50):  # a fast loopback may be busy for less than the kernel's clock can tell
-        for index in range(20):
-            transports[0].send(1, header(transports[0], round=round_, tensor=index), body(1_000_000, index))
-        for _ in range(20):
-            recorders[1].frame()
-        if before := transports[0].busy_seconds():
-            break
-    assert before > 0
-    transports[1].close()
-    until(lambda: transports[0].departed(1))
-    assert transports[0].busy_seconds() >= before
-
-
-class LateSocket:
-    """A socket whose `sendmsg` returns once the peer has long answered what it sent."""
-
-    def __init__(self, sock: socket.socket, answered: threading.Event) -> None:
-        self.sock = sock
-        self.answered = answered
-
-    def sendmsg(self, views) -> int:
-        count = self.sock.sendmsg(views)
-        assert self.answered.wait(PATIENCE.total_seconds())
-        time.sleep(0.2)
-        return count
-
-    def __getattr__(self, name: str):
-        return getattr(self.sock, name)
-
-
-def test_a_goodbye_before_send_has_returned_takes_nothing_away(group):
-    """The peer may have all it waited for, and be gone, while the sending thread is still in the system call."""
-    first, second = group(2)
-    answered = threading.Event()
-    link = first._links[1]
-    link.socket = LateSocket(link.socket, answered)  # before the transport's thread knows the other one
-    recorder, other = start(first), start(second)
-
-    def part() -> None:
-        other.frame()
-        second.close()
-        answered.set()
-
-    peer = threading.Thread(target=part)
-    peer.start()
-    first.send(1, header(first), body(100))
-    peer.join()
-    until(lambda: first.departed(1))
-    first.close()
-    assert recorder.failures.empty()
-
-
-def test_abort_tells_the_reason_and_whom_to_blame(group):
-    transports = group(3)
-    recorders = [start(transport) for transport in transports]
-    transports[0].abort("shape of layer 3 differs")
-    for rank in (1, 2):
-        error = recorders[rank].failure()
-        assert isinstance(error, PeerFailedError)
-        assert error.rank == 0
-        assert "shape of layer 3 differs" in str(error)
-    assert recorders[0].failures.empty()
-
-
-def test_abort_may_blame_another_rank(group):
-    transports = group(3)
-    recorders = [start(transport) for transport in transports]
-    transports[0].abort("rank 2 sent nonsense", blame=2)
-    assert [recorders[rank].failure().rank for rank in (1, 2)] == [2, 2]
-
-
-def test_a_fail_callback_that_raises_does_not_keep_the_peers_in_the_dark(group):
-    transports = group(3)
-    recorder = start(transports[1])
-    started = Recorder(transports[0]).callbacks()
-    transports[0].start(replace(started, fail=lambda error: 1 / 0))
-    start(transports[2])
-    transports[2].abort("first")
-    assert recorder.failure().rank == 2
-
-
 @pytest.mark.parametrize("world_size", [4, 9])
 def test_every_rank_reaches_every_other(group, world_size):
     transports = group(world_size)
@@ -298,56 +118,6 @@ def test_a_refused_frame_fails_both_ends_and_names_the_sender(group):
     assert "Expected tensor 0, got 7." in str(error)
     told = sender_side.failure()
     assert isinstance(told, (PeerFailedError, PeerLostError))
-
-
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_nothing_is_left_open():
-    for transport in connect_all(3):
-        transport.close()
-    before = descriptors()
-    for turn in range(10):
-        transports = connect_all(3)
-        recorders = [start(transport) for transport in transports]
-        for transport in transports:
-            transport.send((transport.rank + 1) % 3, header(transport), body(1000))
-        for recorder in recorders:
-            recorder.frame()
-        threads = [threading.Thread(target=end, args=(transport, turn)) for transport in transports]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert descriptors() == before
-
-
-def end(transport: TcpTransport, turn: int) -> None:
-    transport.abort("enough") if turn % 2 else transport.close()
-
-
-def test_close_and_abort_may_be_called_again(group):
-    transports = group(2)
-    recorders = [start(transport) for transport in transports]
-    for transport in transports:
-        transport.close()
-        transport.close()
-        transport.abort("too late")
-        transport.send(1 - transport.rank, header(transport), body(1))  # no harm
-    assert all(recorder.failures.empty() for recorder in recorders)
-
-
-def test_a_transport_that_was_never_started_ends_too(group):
-    transports = group(3)
-    recorder = start(transports[0])
-    transports[1].send(0, header(transports[1]), body(7))
-    recorder.frame()
-    for transport in transports[1:]:
-        transport.close()
-    until(lambda: transports[0].departed(1) and transports[0].departed(2))
-    assert recorder.failures.empty()
 
 
 def test_callbacks_may_send_abort_and_close(group):

@@ -15,8 +15,8 @@ from gradwire.core.events import Event, EventStream
 from gradwire.sync.engine import Engine
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 from gradwire.wire.payload import Payload
+from tests.net.group import connect_all
 from tests.net.recorder import body, start, until
-from tests.net.test_tcp import connect_all
 from tests.sync.engine_harness import (
     CHUNK,
     PATIENCE,
