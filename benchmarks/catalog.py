@@ -179,7 +179,7 @@ _THREELC = (
     ),
     Benchmark(
         "threelc-epochs", "Does 3LC learn as well as float over many epochs? (table 1, figures 4 to 8)",
-        "papers.threelc.epochs", "--data FOLDER", recorded=False,
+        "papers.threelc.epochs", "--data FOLDER",
     ),
     Benchmark(
         "threelc-entropy", "What would a prefix code gain instead of zero runs? (section 3.3)",
@@ -284,7 +284,7 @@ _GCOMP = (
     ),
     Benchmark(
         "gcomp-orders", "... and is that within the spread of exact sums in other orders?", "papers.gcomp.orders",
-        _TRAININGS, recorded=False,
+        _TRAININGS,
     ),
     Benchmark("gcomp-drift", "How far do parameters drift, by optimizer?", "papers.gcomp.drift"),
     Benchmark(
