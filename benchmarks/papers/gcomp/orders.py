@@ -3,7 +3,8 @@
 The trainings of `benchmarks.papers.gcomp.loss`, with exact sums in each of the twelve orders of four ranks that differ
 (the first two may change places), and with `gcomp`. The distance of two trainings is the mean over all steps of the
 difference between their losses; that of one training from the orders is its mean distance from all others. If
-`gcomp` were one more order, each of the thirteen trainings would be the most distant one in one seed of thirteen.
+`gcomp` were one more order, each of the thirteen trainings would be the most distant one in one seed of thirteen, and
+would end with the smallest or the largest loss in two of thirteen.
 
 Source: GCOMP (SoCC 2024), section 7.6, whose figures 18 and 19 have one training of each kind.
 """
@@ -24,6 +25,7 @@ from benchmarks.papers.gcomp.models import Training, trainings
 
 ORDERS = {"".join(map(str, order)): order for order in permutations(range(RANKS)) if order[0] < order[1]}
 GCOMP = "gcomp"
+DISTANCE, END = "distance from the orders", "loss, last quarter"
 KEY, CHOICES = ("workload", "optimizer", "seed"), ("optimizers", "seeds")
 Row = dict[str, Any]
 
@@ -36,12 +38,12 @@ def part(training: Training, optimizer: str, seed: int, steps: int) -> Iterator[
     fixed = {"workload": training.name, "optimizer": optimizer, "seed": seed, "dtype": "float32", "ranks": RANKS,
              "source": "measured", "samples": steps, "unit": "nat"}  # fmt: skip
     for name, away in mean_distances(losses).items():
-        yield {**fixed, "method": name, "metric": "distance from the orders", "value": away}
+        yield {**fixed, "method": name, "metric": DISTANCE, "value": away}
     for name, curve in losses.items():
         yield {
             **fixed,
             "method": name,
-            "metric": "loss, last quarter",
+            "metric": END,
             "value": float(curve[-(steps // 4 or 1) :].mean()),
         }
 
@@ -73,15 +75,22 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each seed: distances of the orders and of `gcomp`, and how many orders are farther away."""
-    found: dict[tuple[str, ...], dict[str, float]] = {}
+    """One line for each seed: distances of the orders and of `gcomp`, and the losses that they end with."""
+    found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
     for row in rows:
-        if row["metric"] == "distance from the orders":
-            found.setdefault(key_of(row, KEY), {})[row["method"]] = row["value"]
-    lines = ["| | seed | orders: least | median | most | `gcomp` | orders that are farther away |", "|---" * 7 + "|"]
+        found.setdefault(key_of(row, KEY), {})[row["metric"], row["method"]] = row["value"]
+    lines = [
+        "| | seed | distance of orders: least, median, most | `gcomp` | orders farther away "
+        "| loss of the last quarter, orders | `gcomp` |",
+        "|---" * 7 + "|",
+    ]
     for (workload, optimizer, seed), values in found.items():
-        own, others = values[GCOMP], sorted(values[name] for name in ORDERS)
-        cells = " | ".join(f"{value:.2g}" for value in (others[0], float(np.median(others)), others[-1], own))
-        farther = sum(value > own for value in others)
-        lines.append(f"| {workload}, {optimizer} | {seed} | {cells} | {farther} of {len(others)} |")
+        away, others = values[DISTANCE, GCOMP], sorted(values[DISTANCE, name] for name in ORDERS)
+        spread = ", ".join(f"{value:.2g}" for value in (others[0], float(np.median(others)), others[-1]))
+        farther = sum(value > away for value in others)
+        ends = [values[END, name] for name in ORDERS]
+        lines.append(
+            f"| {workload}, {optimizer} | {seed} | {spread} | {away:.2g} | {farther} of {len(others)} "
+            f"| {min(ends):.7g} to {max(ends):.7g} | {values[END, GCOMP]:.7g} |"
+        )
     return "\n".join(lines)
