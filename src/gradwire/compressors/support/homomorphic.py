@@ -67,6 +67,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         if accumulator_bits not in (None, *ACCUMULATOR_BITS):
             raise OptionError(f"accumulator_bits must be 8, 16, 32 or None, not {accumulator_bits!r}. Leave it out.")
         self.rotate = rotate
+        self.range_alignment = self.block if self.has_independent_blocks else 1
         self.accumulator_bits = accumulator_bits
 
     @property
