@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.compressors.support.thc_tables import Table
 from gradwire.compressors.thc import THC
 from gradwire.core.context import Context
-from gradwire.core.errors import DisagreementError
+from gradwire.core.errors import DisagreementError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.adding_codecs import make_codec
@@ -119,6 +119,15 @@ def test_accumulators_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accu
     accumulators = sum(codec.accumulator_size(spec) for spec in chunks) * widths
     frames = HEADER_BYTES * world_size * (world_size - 1) * (world_size + 2)
     assert sent == (world_size * (world_size - 1)) * stats + indices + accumulators + frames
+
+
+def test_sums_that_float32_would_round_are_refused_before_anything_is_sent() -> None:
+    with ranks(3, Plan({"w": gw.make("thc", granularity=30, block=1 << 20)})) as group:
+        found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        sent = [sum(transport.sent_bytes) for transport in group.network.transports]
+    assert [type(error) for error in found] == [OptionError] * 3
+    assert "does not add up exactly on 3 ranks" in str(found[0]) and "Pass block=262144" in str(found[0])
+    assert sent == [0] * 3
 
 
 def test_different_tables_are_found_before_anything_is_sent() -> None:
