@@ -73,7 +73,8 @@ def test_what_is_shared_is_the_largest_root_mean_square_of_each_block() -> None:
     expected = (grads[2].reshape(3, 64).double() ** 2).mean(1).sqrt() / 2
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
     assert codec.stats_spec(TensorSpec((192,))) == [(3, "max")]
-    assert thc(rotate="full").stats_spec(TensorSpec((50_000,))) == [(1, "max")]
+    assert thc(rotate="full").stats_spec(TensorSpec((1 << 16,))) == [(1, "max")]
+    assert thc(rotate="full").stats_spec(TensorSpec((50_000,))) == [(4, "max")], "3 blocks of 2^14, one of 2^10"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
@@ -187,7 +188,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     assert np.array_equal(lanes, np.sum(each, axis=0, dtype=np.int64))
     assert all(set(lane[:-1]) <= set(codec.table(num).values) for lane in each)
 
-    blocks = [(550, 1024)] if rotate == "full" else [(64, 64)] * 8 + [(38, 64)]
+    blocks = [(512, 512), (38, 64)] if rotate == "full" else [(64, 64)] * 8 + [(38, 64)]
     if rotate == "none":
         blocks = [(count, 1) for count, _ in blocks]
     level = 2 * codec.table(num).threshold / codec.lookup_table(num).granularity
@@ -304,6 +305,26 @@ def test_feedback_keeps_the_residual_small_and_loses_nothing(rotate: str) -> Non
         produced += sum(grad.numpy().astype(np.float64) for grad in grads)
     assert np.abs(produced - applied - sum(works)).max() < 1e-2
     assert all(np.square(work).mean() < 0.1 * 101 for work in works)
+
+
+@given(st.integers(1, 1 << 24))
+def test_full_rotation_pads_by_a_sixteenth_at_most(size: int) -> None:
+    """In 16 blocks or fewer, the same on all ranks: they follow from the length alone."""
+    codec, spec = thc(bits=8, rotate="full"), TensorSpec((size,))
+    ((num_blocks, _),) = codec.stats_spec(spec)
+    most = size + max(size // 16, 31)
+    assert num_blocks <= 16
+    assert size <= codec.accumulator_size(spec) - 1 <= most
+    assert codec.max_encoded_bytes(spec) <= most + 4 * 16
+
+
+@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 1, 50_000])
+def test_full_rotation_has_the_tables_error_at_any_length(size: int) -> None:
+    codec = thc(granularity=30, rotate="full")
+    expected = codec.table(1).cost + clamped_error(1 / 32)
+    errors = [nmse(torch.from_numpy(sent(codec, grad)), grad) for grad in (normal(size), heavy_tailed(size))]
+    assert errors[0] == pytest.approx(expected, rel=0.03)
+    assert errors[1] < 1.05 * expected
 
 
 # -- rotation, options, edges -------------------------------------------------------------------------------------

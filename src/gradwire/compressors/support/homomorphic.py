@@ -8,12 +8,14 @@ looks values up and adds them; only the sum is transformed back.
 The last element of an accumulator counts payloads, because sums are centered by that number, and a rank whose backward
 pass did not use a parameter sends none.
 
-Sums are exact until decoding scales them. They are integers in accumulators, and centered by the number of payloads
-times g/2 they are floats: all integers in a block, or all halves of odd integers. The transform adds up to B of them,
-always an even number, which gives integers of up to W g B/2. float32 is exact up to 2^24. So W g B/2, or W g without
-rotation, may not be more, and a plan that exceeds it is refused when the ranks agree on it. With `rotate="full"`, where
-B follows the length of the range, nothing is refused, and larger sums may be rounded. All ranks get the same bits in
-any case, because additions have one order.
+Sums are exact until decoding scales them. Decoding subtracts g/2 for each payload, in float32. The values of a block
+are then all integers, or all halves of odd integers. The transform adds up to B of them, always an even number, so it
+has integers of up to W g B/2, and float32 has all integers up to 2^24. A plan with a larger W g B/2 (W g without
+rotation) is refused when ranks agree on it. With `rotate="full"`, where B follows the length of the range, nothing is
+refused, and larger sums may be rounded. All ranks get the same bits in any case, because additions have one order.
+
+With `rotate="full"`, blocks are as long as padding of at most a sixteenth of the range (or 31 elements) allows: at most
+16 blocks. One block for all, padded to the next power of two, could double the bytes.
 
 Body: block statistics as float32, unless they were reduced in a preliminary round; then the indices, packed as
 `gradwire.kernels.blocks` says. Chunks of 1,024 indices are packed by themselves, so that a packet can carry one.
@@ -47,6 +49,7 @@ from gradwire.wire.payload import Payload
 ROTATIONS = ("block", "full", "none")
 MIN_BLOCK = 64
 _MAX_EXACT = 1 << 24  # float32 represents all integers up to here
+_PADDING_SHARE = 16  # rotate="full" pads a range by at most a sixteenth
 _LINE = 64
 _MAX = float(np.finfo(np.float32).max)
 
@@ -99,7 +102,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
 
     @property
     def has_independent_blocks(self) -> bool:
-        """True unless `rotate` is "full", which makes one block of each range."""
+        """True unless `rotate` is "full", where blocks depend on the length of the range."""
         return self.rotate != "full"
 
     # -- what an algorithm implements ------------------------------------------------------------------------------
@@ -257,7 +260,13 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
             )
 
     def _block(self, size: int) -> int:
-        return max(MIN_BLOCK, next_power(size)) if self.rotate == "full" else self.block
+        """B of a range."""
+        if self.rotate != "full":
+            return self.block
+        block = max(MIN_BLOCK, next_power(size))
+        while block > MIN_BLOCK and padded_size(size, block, True) - size > size // _PADDING_SHARE:
+            block //= 2
+        return block
 
     def _num_blocks(self, size: int) -> int:
         return -(-size // self._block(size))
