@@ -119,6 +119,7 @@ def test_counts_by_block() -> None:
         reply.counts_of_blocks(4096, 1)
     same = Reply(np.array([2, 2]), np.ones((2, 2), bool), FrameFlags.NONE, 1024)
     assert same.counts_of_blocks(4096, 1).tolist() == [2]
+    assert same.counts_of_blocks(1024, 3).tolist() == [2] * 3, "blocks may be shorter than the compressor's, if full"
 
 
 # -- join and welcome -----------------------------------------------------------------------------------------

@@ -27,26 +27,33 @@ from tests.sync.local_aggregator import LocalAggregator, LocalOptions
 
 @pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.parametrize(
-    "codec", [gw.make("thc"), gw.make("thc", granularity=90, bits=3), gw.make("thc", rotate="full"), gw.make("uthc")],
+    "codec",
+    [gw.make("thc"), gw.make("thc", granularity=90, bits=3), gw.make("thc", rotate="full"), gw.make("uthc"),
+     *(gw.make("thc", block=block) for block in (256, 2048, 4096)),
+     gw.make("uthc", block=4096, rotate="none")],
     ids=repr,
 )  # fmt: skip
-def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_size: int) -> None:
-    """Owners add the same integers, except with `rotate="full"`, where ranges differ."""
+def test_a_server_gives_the_bits_of_scatter_reduce_and_of_a_ring(codec: gw.Compressor, world_size: int) -> None:
+    """The same integers are added, except with `rotate="full"`, where blocks follow from the ranges."""
 
     def run(one: Synchronizer) -> list[torch.Tensor]:
         return [take_step(one, step) for step in range(3)]
 
+    def between_ranks(strategy: str) -> list[list[torch.Tensor]]:
+        plan, specs = Plan({"w": codec}, strategy=strategy), {"w": TensorSpec((NUMEL,))}
+        with ranks(world_size, plan, seed=SEED, tensors=specs) as group:
+            return group.each(run)
+
     with group_of(world_size, codec, LocalAggregator()) as group:
         by_server = group.each(run)
-    specs = {"w": TensorSpec((NUMEL,))}
-    with ranks(world_size, Plan({"w": codec}, strategy="scatter_reduce"), seed=SEED, tensors=specs) as group:
-        between = group.each(run)
+    scattered, ring = between_ranks("scatter_reduce"), between_ranks("ring")
     for rank in range(world_size):
-        for step, (found, expected) in enumerate(zip(by_server[rank], between[rank], strict=True)):
+        for step, found in enumerate(by_server[rank]):
             assert torch.equal(found, by_server[0][step])
             exact = sum(gradient(each, step) for each in range(world_size)) / world_size
             assert (found - exact).norm() < 0.6 * exact.norm()
-            assert codec.options["rotate"] == "full" or torch.equal(found, expected)
+            if codec.options["rotate"] != "full":
+                assert torch.equal(found, scattered[rank][step]) and torch.equal(found, ring[rank][step])
 
 
 def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:

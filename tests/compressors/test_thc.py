@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 import gradwire.compressors as compressors
 from gradwire.compressors.base.registry import spec_of
+from gradwire.compressors.support.homomorphic import Homomorphic
 from gradwire.compressors.support.thc_tables import threshold
 from gradwire.compressors.thc import THC
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.spec import TensorSpec
+from gradwire.kernels.reference import hadamard
 from gradwire.testing.accumulators import accumulated
 from tests.compressors.harness import sent
 from tests.contracts.compressor_cases import EDGE_TENSORS, context, heavy_tailed, normal, reduced, with_body
@@ -71,7 +73,8 @@ def test_what_is_shared_is_the_largest_root_mean_square_of_each_block() -> None:
     expected = (grads[2].reshape(3, 64).double() ** 2).mean(1).sqrt() / 2
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
     assert codec.stats_spec(TensorSpec((192,))) == [(3, "max")]
-    assert thc(rotate="full").stats_spec(TensorSpec((50_000,))) == [(1, "max")]
+    assert thc(rotate="full").stats_spec(TensorSpec((1 << 16,))) == [(1, "max")]
+    assert thc(rotate="full").stats_spec(TensorSpec((50_000,))) == [(4, "max")], "3 blocks of 2^14, one of 2^10"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
@@ -171,10 +174,10 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     decodes' can be read from what each payload decodes to. They add up to those that the sum decodes to, to the bit.
     """
     codec = thc(bits=bits, granularity=2**bits - 1 + more, block=64, rotate=rotate)
-    grads = [normal(150, seed=rank) * (rank + 1) for rank in range(num)]
+    grads = [normal(550, seed=rank) * (rank + 1) for rank in range(num)]
     ctxs, stats = [context(grad, rank=rank, world_size=num) for rank, grad in enumerate(grads)], reduced(codec, grads)
     payloads = [codec.encode(grad, ctx, stats) for grad, ctx in zip(grads, ctxs, strict=True)]
-    shape = codec.accumulator_size(TensorSpec((150,)))
+    shape = codec.accumulator_size(TensorSpec((550,)))
     each = [
         accumulated(codec, payload, ctx, np.zeros(shape, codec.accumulator_dtype(num)))
         for payload, ctx in zip(payloads, ctxs, strict=True)
@@ -185,7 +188,7 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
     assert np.array_equal(lanes, np.sum(each, axis=0, dtype=np.int64))
     assert all(set(lane[:-1]) <= set(codec.table(num).values) for lane in each)
 
-    blocks = [(150, 256)] if rotate == "full" else [(64, 64), (64, 64), (22, 32)]
+    blocks = [(512, 512), (38, 64)] if rotate == "full" else [(64, 64)] * 8 + [(38, 64)]
     if rotate == "none":
         blocks = [(count, 1) for count, _ in blocks]
     level = 2 * codec.table(num).threshold / codec.lookup_table(num).granularity
@@ -202,8 +205,36 @@ def test_the_sum_decodes_to_the_sum_of_what_payloads_decode_to(bits: int, more: 
         assert np.abs(found - np.rint(found)).max() < 1e-2
         halves.append(np.rint(found))
     expected = np.sum(halves, axis=0).astype(np.float32) / 2 * units  # exact but for the product
-    found = codec.finalize(lanes, num, ctxs[0], stats, torch.empty(150))
+    found = codec.finalize(lanes, num, ctxs[0], stats, torch.empty(550))
     assert np.array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("codec", "most", "advice"),
+    [(thc(granularity=32), 1024, "block=512, a table with a granularity of at most 31, or use fewer ranks"),
+     (compressors.make("uthc", bits=1, block=1 << 15), 1024, "block=16384, a table with"),
+     (thc(granularity=64, bits=1, rotate="none"), 1 << 18, r"Pass a table with a granularity of at most 63, or")],
+    ids=repr,
+)  # fmt: skip
+def test_as_many_ranks_are_accepted_as_add_up_exactly(codec: Homomorphic, most: int, advice: str) -> None:
+    codec.derived_config(most)
+    with pytest.raises(OptionError, match=f"does not add up exactly on {most + 1} ranks.*{advice}"):
+        codec.derived_config(most + 1)
+    block, largest = codec.block, most * codec.max_contribution(most)
+    sums = np.full(block + 1, largest, codec.accumulator_dtype(most))
+    sums[-2:] = largest - 1, most
+    ctx, grad = context(torch.empty(block), world_size=most), torch.empty(block)
+    stats = [np.float32([1 if reduction == "max" else -1]) for reduction in codec.reductions]
+    found = codec.finalize(sums, most, ctx, stats, grad).numpy()
+    exact = sums[:-1] - largest / 2
+    if codec.rotate == "block":
+        hadamard(exact, block)  # in float64
+    factor = found[block // 2] / exact[block // 2]
+    assert np.array_equal(np.abs(found), np.abs(exact.astype(np.float32) * np.abs(np.float32(factor))))
+
+
+def test_full_rotation_promises_no_exact_sums_and_refuses_no_ranks() -> None:
+    assert thc(rotate="full", granularity=32).derived_config(1 << 20)["accumulator"] == "uint32"
 
 
 def test_blocks_may_have_sums_of_different_numbers_of_payloads() -> None:
@@ -274,6 +305,26 @@ def test_feedback_keeps_the_residual_small_and_loses_nothing(rotate: str) -> Non
         produced += sum(grad.numpy().astype(np.float64) for grad in grads)
     assert np.abs(produced - applied - sum(works)).max() < 1e-2
     assert all(np.square(work).mean() < 0.1 * 101 for work in works)
+
+
+@given(st.integers(1, 1 << 24))
+def test_full_rotation_pads_by_a_sixteenth_at_most(size: int) -> None:
+    """In 16 blocks or fewer, the same on all ranks: they follow from the length alone."""
+    codec, spec = thc(bits=8, rotate="full"), TensorSpec((size,))
+    ((num_blocks, _),) = codec.stats_spec(spec)
+    most = size + max(size // 16, 31)
+    assert num_blocks <= 16
+    assert size <= codec.accumulator_size(spec) - 1 <= most
+    assert codec.max_encoded_bytes(spec) <= most + 4 * 16
+
+
+@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 1, 50_000])
+def test_full_rotation_has_the_tables_error_at_any_length(size: int) -> None:
+    codec = thc(granularity=30, rotate="full")
+    expected = codec.table(1).cost + clamped_error(1 / 32)
+    errors = [nmse(torch.from_numpy(sent(codec, grad)), grad) for grad in (normal(size), heavy_tailed(size))]
+    assert errors[0] == pytest.approx(expected, rel=0.03)
+    assert errors[1] < 1.05 * expected
 
 
 # -- rotation, options, edges -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
 PROMISES = [
-    *(f"A{number}" for number in range(1, 8)), *(f"B{number}" for number in range(1, 9)),
+    *(f"A{number}" for number in range(1, 8)), *(f"B{number}" for number in range(1, 10)),
     *(f"C{number}" for number in range(1, 6)), *(f"D{number}" for number in range(1, 8)), "E1", "E2", "E3",
     *(f"F{number}" for number in range(1, 8)), *(f"H{number}" for number in range(1, 6)),
 ]  # fmt: skip

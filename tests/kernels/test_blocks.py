@@ -201,6 +201,29 @@ def test_the_sum_of_payloads_finalizes_to_the_sum_of_what_each_finalizes_to(code
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("block", [64, 1024, 1 << 14])
+def test_sums_are_exact_up_to_2_to_the_24_and_not_beyond(kernels, block):
+    """Coordinates of a block add up to half of the largest value times its length, at most."""
+    blocks = BlockLayout(block, block, True, np.zeros(num_sign_words(block), np.uint32), 0)
+    one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
+
+    def finalized(sums, largest):
+        out, exact = np.empty(block, np.float32), sums - largest / 2
+        kernels.finalize_blocks(sums, blocks, one * np.float32(largest / 2), one, none, work_of(blocks), out)
+        reference.hadamard(exact, block)  # in float64
+        return out, exact
+
+    largest, rng = (1 << 25) // block, np.random.default_rng(block)
+    nearly = np.full(block, largest, np.uint32)
+    nearly[-1] -= 1
+    ends, between = rng.integers(0, 2, block) * largest, rng.integers(0, largest + 1, block)
+    for sums in (nearly, ends.astype(np.uint32), between.astype(np.uint32)):
+        np.testing.assert_array_equal(*finalized(sums, largest))
+    found, exact = finalized(nearly + np.uint32(1), largest + 1)
+    assert exact[0] > 1 << 24 and found[0] != exact[0]
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("block", [64, 1024])
 def test_residual_is_what_lowering_lacks_and_may_be_the_memory_of_x(kernels, block):
     x = random_normal(3000)

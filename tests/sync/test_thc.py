@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.compressors.support.thc_tables import Table
 from gradwire.compressors.thc import THC
 from gradwire.core.context import Context
-from gradwire.core.errors import DisagreementError
+from gradwire.core.errors import DisagreementError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.adding_codecs import make_codec
@@ -31,29 +31,21 @@ def gradient(rank: int, step: int = 0, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + rank)
 
 
-def exact_mean(codec: gw.Compressor, world_size: int, num_chunks: int, grads: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of one step, computed in 64-bit accumulators in one place, with the chunks of the strategy."""
-    mean = torch.empty(NUMEL)
-    for chunk in split(NUMEL, num_chunks):
-        spec, pieces = TensorSpec((chunk.count,)), [grad[chunk.slice] for grad in grads]
-        ctxs = [
-            Context("w", step=1, rank=rank, world_size=world_size, seed=SEED, offset=chunk.offset, spec=spec)
-            for rank in range(world_size)
-        ]
-        scale = 1 / world_size
-        if codec.default_feedback == "error":  # gradients are scaled as they are compensated
-            pieces, scale = [np.float32(scale) * piece for piece in pieces], 1.0
-        each = [codec.stats(piece, ctx, scale) for piece, ctx in zip(pieces, ctxs, strict=True)]
-        combine = {"max": np.maximum, "min": np.minimum}
-        stats = [combine[rows[0].reduction].reduce([row.values for row in rows]) for rows in zip(*each, strict=True)]
-        total = np.zeros(codec.accumulator_size(spec), np.int64)
-        for piece, ctx in zip(pieces, ctxs, strict=True):
-            payload = codec.encode(piece, ctx, stats, scale=scale)
-            codec.accumulate(payload, ctx, total)
-        assert total.max() <= np.iinfo(codec.accumulator_dtype(world_size)).max
-        narrow = total.astype(codec.accumulator_dtype(world_size))
-        codec.finalize(narrow, world_size, ctxs[0], stats, mean[chunk.slice])
-    return mean
+def exact_mean(codec: gw.Compressor, world_size: int, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of one step, computed in 64-bit accumulators in one place."""
+    spec, scale = TensorSpec((NUMEL,)), 1 / world_size
+    ctxs = [Context("w", step=1, rank=rank, world_size=world_size, seed=SEED, spec=spec) for rank in range(world_size)]
+    if codec.default_feedback == "error":  # gradients are scaled as they are compensated
+        grads, scale = [np.float32(scale) * grad for grad in grads], 1.0
+    each = [codec.stats(grad, ctx, scale) for grad, ctx in zip(grads, ctxs, strict=True)]
+    combine = {"max": np.maximum, "min": np.minimum}
+    stats = [combine[rows[0].reduction].reduce([row.values for row in rows]) for rows in zip(*each, strict=True)]
+    total = np.zeros(codec.accumulator_size(spec), np.int64)
+    for grad, ctx in zip(grads, ctxs, strict=True):
+        codec.accumulate(codec.encode(grad, ctx, stats, scale=scale), ctx, total)
+    assert total.max() <= np.iinfo(codec.accumulator_dtype(world_size)).max
+    narrow = total.astype(codec.accumulator_dtype(world_size))
+    return codec.finalize(narrow, world_size, ctxs[0], stats, torch.empty(NUMEL))
 
 
 def synchronized(
@@ -85,9 +77,8 @@ def test_a_strategy_gives_what_the_exact_integer_aggregate_gives(
 ) -> None:
     """Bit for bit, in accumulators of 8 and 16 bits: nothing was decoded, rounded or wrapped on the way."""
     grads = [gradient(rank) for rank in range(world_size)]
-    num_chunks = world_size if is_cut else 1
-    found = synchronized(world_size, strategy, codec, num_chunks, grads)
-    expected = exact_mean(codec, world_size, num_chunks, grads)
+    found = synchronized(world_size, strategy, codec, world_size if is_cut else 1, grads)
+    expected = exact_mean(codec, world_size, grads)
     for mean in found:
         assert torch.equal(mean, expected)
     exact = sum(grads) / world_size
@@ -128,6 +119,15 @@ def test_accumulators_widen_from_hop_to_hop_of_a_ring(codec: gw.Compressor, accu
     accumulators = sum(codec.accumulator_size(spec) for spec in chunks) * widths
     frames = HEADER_BYTES * world_size * (world_size - 1) * (world_size + 2)
     assert sent == (world_size * (world_size - 1)) * stats + indices + accumulators + frames
+
+
+def test_sums_that_float32_would_round_are_refused_before_anything_is_sent() -> None:
+    with ranks(3, Plan({"w": gw.make("thc", granularity=30, block=1 << 20)})) as group:
+        found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
+        sent = [sum(transport.sent_bytes) for transport in group.network.transports]
+    assert [type(error) for error in found] == [OptionError] * 3
+    assert "does not add up exactly on 3 ranks" in str(found[0]) and "Pass block=262144" in str(found[0])
+    assert sent == [0] * 3
 
 
 def test_different_tables_are_found_before_anything_is_sent() -> None:

@@ -48,14 +48,14 @@ class Reply:
         return self._by_block(self.counted[:, worker], block, num_blocks)
 
     def _by_block(self, values: np.ndarray, block: int, num_blocks: int) -> np.ndarray:
-        if self.packet_elements % block == 0:
-            return np.repeat(values, self.packet_elements // block)[:num_blocks]
-        if (values != values[0]).any():
+        if (values == values[0]).all():
+            return np.full(num_blocks, values[0], values.dtype)
+        if self.packet_elements % block:
             raise ValueError(
                 f"Packets of {self.packet_elements} elements are not whole blocks of {block}, and not all workers are "
                 "in all packets. Choose packet_elements as a multiple of the block."
             )
-        return np.full(num_blocks, values[0], values.dtype)
+        return np.repeat(values, self.packet_elements // block)[:num_blocks]
 
 
 class AggregationRequest:

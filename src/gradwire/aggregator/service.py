@@ -27,7 +27,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.tls import TlsFiles
-from gradwire.sync.chunk import Chunk, split
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.job import TensorJob
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import FrameFlags, FrameKind
@@ -190,7 +190,7 @@ def agree(
         if partial:  # a block has one divisor, so it must not span packets
             largest_block = max(largest_block, compressor.block)
         index = tables.setdefault(table_of(compressor, world_size), len(tables))
-        for chunk in split(numel, entry.num_ranges(numel, 1)):
+        for chunk in entry.chunks(numel, 1):
             if chunk.count:
                 first_streams[tensors.ids[name], chunk.index] = len(streams)
                 streams.extend(streams_of(compressor, TensorSpec((chunk.count,), dtype), world_size, index))

@@ -3,18 +3,19 @@
 Biased, because coordinates beyond t_p, a fraction p of them, are clamped; so it needs error feedback. Quantization adds
 no bias. No contraction: a rank whose block is small compared to another's may lose more than it has. Payloads add up:
 the sum of n payloads is at most n · granularity per coordinate, and decodes to exactly the mean of the decoded
-payloads. Centered sums are exact in float32, before and after the transform, for n · granularity · block up to 2^24.
-Blocks with a root mean square below 2^-100 are not sent.
+payloads. Plans whose sums float32 would round are refused, except with `rotate="full"` (`support.homomorphic`). Blocks
+with a root mean square below 2^-100 are not sent.
 
 Body: see `support.homomorphic`; the block statistic is the root mean square.
 
 Source: THC (Li et al. 2024), algorithms 2 and 3, sections 5.1 to 5.3. Differences: each block of `block` elements has
-its own norm; with one norm for all, blocks of small gradients vanish in the rounding of large ones. Norms travel as
-root mean squares, which never exceed the largest element and so fit a float32. Values of the quantizer lie at
-m + T (M − m) / g, as in algorithm 3, not g + 1. The paper chooses p for each experiment; here it is 1/32, and p=None
-chooses it for the number of ranks, from 1/32 down to 1/256. That makes the mean of copies more accurate, but costs
-accuracy in trainings whose ranks agree little, so it is not the default (`support.thc_choice`). Norms are known before
-the transform starts, which is fused with quantization; other tensors are processed while norms are reduced.
+its own norm; with one norm for all, blocks of small gradients vanish in the rounding of large ones. `rotate="full"` has
+up to 16 blocks, because a single one would be padded to the next power of two. Norms travel as root mean squares, which
+never exceed the largest element and so fit a float32. Values of the quantizer lie at m + T (M − m) / g, as in algorithm
+3, not g + 1. The paper chooses p for each experiment; here it is 1/32, and p=None chooses it for the number of ranks,
+from 1/32 down to 1/256. That makes the mean of copies more accurate, but costs accuracy in trainings whose ranks agree
+little, so it is not the default (`support.thc_choice`). Norms are known before the transform starts, which is fused
+with quantization; other tensors are processed while norms are reduced.
 """
 # Shapes: N elements of the range, B elements a block, G blocks, W ranks
 
@@ -46,7 +47,7 @@ class THC(Homomorphic):
         granularity: Largest value of the table; None chooses it for the number of ranks, see `support.thc_choice`.
         p: Fraction of coordinates that are clamped; None chooses it likewise, as if ranks held copies.
         block: Elements that are rotated together and share a scale; a power of two from 64 to 2^20.
-        rotate: "block"; "full" to rotate whole ranges; "none".
+        rotate: "block"; "full" for the longest blocks that hardly need padding; "none".
         accumulator_bits: Bits of an accumulator, 8, 16 or 32; None for the fewest that hold the sum.
     """
 

@@ -6,7 +6,8 @@ nothing is clamped.
 Body: see `support.homomorphic`; the block statistics are the smallest and the largest coordinate, divided by 2^20.
 
 Source: THC (Li et al. 2024), algorithm 1; with rotation and feedback, which can be switched off, as in appendix D.3.
-Differences: each block has its own smallest and largest coordinate; `rotate="full"` has one pair for all.
+Differences: each block has its own smallest and largest coordinate; `rotate="full"` has up to 16 blocks, because a
+single one would be padded to the next power of two.
 """
 # Shapes: N elements of the range, B elements a block, G blocks, W ranks
 
@@ -36,7 +37,7 @@ class UTHC(Homomorphic):
     Args:
         bits: Bits of an element, from 1 to 8.
         block: Elements that are rotated together and share levels; a power of two from 64 to 2^20.
-        rotate: "block"; "full" to rotate whole ranges; "none".
+        rotate: "block"; "full" for the longest blocks that hardly need padding; "none".
         accumulator_bits: Bits of an accumulator, 8, 16 or 32; None for the fewest that hold the sum.
     """
 

@@ -22,7 +22,7 @@ from gradwire.simulate.loop import RECV, SEND
 from gradwire.simulate.prices import PriceList
 from gradwire.simulate.served import served_graphs
 from gradwire.simulate.tasks import Tasks
-from gradwire.sync.chunk import RANGE_ALIGNMENT, split
+from gradwire.sync.chunk import split
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import STRATEGIES
 
@@ -158,8 +158,9 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
         ]
         return _JobGraphs(graphs, _pairs(graphs, fold, world_size, lambda chunk, *_: chunk))
     _, num_chunks = job.num_chunks(world_size)
-    entry, shape = replace(entry, partitions=num_chunks), (num_chunks * RANGE_ALIGNMENT,)  # equal chunks
-    members = [FusionMember((RANGE_ALIGNMENT,), index) for index in range(num_chunks)] if job.members else []
+    entry, count = replace(entry, partitions=num_chunks), entry.range_alignment
+    shape = (num_chunks * count,)  # equal chunks
+    members = [FusionMember((count,), index) for index in range(num_chunks)] if job.members else []
     *graphs, following = (
         graph_of(entry, shape, rank, world_size, ranks_per_node=step, members=members)
         for rank in (*fold.ranks, (fold.ranks[0] + step) % world_size)
@@ -291,7 +292,7 @@ class _Layout:
             return [(work.shapes, 1.0)]
         if work.whole:
             return [(tuple(member.shape for member in job.members), 1.0)]
-        return _chunk_shapes(job.shape, job.members, *job.num_chunks(self._cluster.ranks))
+        return _chunk_shapes(job.shape, job.members, *job.num_chunks(self._cluster.ranks), job.entry.range_alignment)
 
     def _costs(self, job: SimulatedJob, work: Work) -> tuple[float, ...]:
         """Costs of a task of this work: seconds and their mean, bytes and their mean, mean of frames, and frames."""
@@ -349,7 +350,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def _chunk_shapes(
-    shape: tuple[int, ...], members: tuple[FusionMember, ...], cut: int, num_chunks: int
+    shape: tuple[int, ...], members: tuple[FusionMember, ...], cut: int, num_chunks: int, alignment: int
 ) -> list[tuple[Shapes, float]]:
     """Shapes in the chunks that are not empty, each with its share of all chunks, cut as the synchronizer cuts them.
 
@@ -358,9 +359,12 @@ def _chunk_shapes(
         members: Tensors of a compressed fusion group.
         cut: Number of chunks that they are cut into.
         num_chunks: Number of chunks of the simulated job.
+        alignment: Elements of whose multiples chunks begin.
     """
     chunks: dict[int, Shapes] = {
-        chunk.index: (shape if cut == 1 else (chunk.count,),) for chunk in split(math.prod(shape), cut) if chunk.count
+        chunk.index: (shape if cut == 1 else (chunk.count,),)
+        for chunk in split(math.prod(shape), cut, alignment)
+        if chunk.count
     }
     if members:
         chunks = {}

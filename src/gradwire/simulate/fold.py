@@ -8,8 +8,8 @@ of one rank cost.
 Folding assumes that
  - the graph of rank r + M is the graph of rank r with all rank numbers, and perhaps all chunk numbers, M higher, except
    of what is about a whole fusion group. This is checked;
- - all chunks of a job are equal. Real chunks are cut at multiples of 1,024 elements, so some are larger than others
-   and, with more ranks than blocks, most are empty. A simulated chunk takes as long as the largest real one, and
+ - all chunks of a job are equal. Real chunks are cut at multiples of 1,024 elements or more, so some are larger than
+   others and, with more ranks than blocks, most are empty. A simulated chunk takes as long as the largest real one, and
    occupies processor and network for the mean over all chunks, empty ones included. So the time of one chunk and the
    load of a rank are right, but not which rank is busier at which moment;
  - each kind of node hears directly from each other kind. In a ring, the effect of a straggler travels hop by hop, so a

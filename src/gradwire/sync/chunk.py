@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-# Chunks begin at multiples of this many elements, so that no block of a codec and no group of random numbers (1,024
-# each) is cut.
+# Chunks begin at multiples of this many elements, or of a compressor's larger alignment, so that no group of random
+# numbers (1,024 each) and no block of a codec is cut.
 RANGE_ALIGNMENT = 1024
 
 

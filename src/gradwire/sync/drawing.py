@@ -9,7 +9,6 @@ from collections import defaultdict
 import torch
 
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.nodes import grouped
 from gradwire.sync.operations import Op, Operations, predecessors
@@ -45,7 +44,7 @@ def operations_of_rank(
             f"ranks per node and {elements} elements. Pass at least 2 ranks, one of them as the rank, and at least 1 "
             "partition and rank per node, for example: gradwire graph ring --ranks 4 --rank 0."
         )
-    numel = elements or num_ranges * RANGE_ALIGNMENT
+    numel = elements or num_ranges * entry.range_alignment
     nodes = grouped([str(each // ranks_per_node) for each in range(world_size)])
     return operations_of(TensorLayout("tensor", 0, entry, torch.float32, numel), rank, world_size, lambda: nodes)
 

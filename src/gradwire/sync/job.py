@@ -10,7 +10,7 @@ import torch
 
 from gradwire.compressors.base.registry import code
 from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
-from gradwire.sync.chunk import Chunk, split
+from gradwire.sync.chunk import Chunk
 from gradwire.sync.operations import Operations
 from gradwire.sync.optimizer_view import OptimizerView
 from gradwire.sync.plan_entry import PlanEntry
@@ -77,8 +77,7 @@ class TensorLayout:
 
     def chunks(self, shares: int) -> list[Chunk]:
         """Return the ranges of the plan entry, or one if the compressor requires full tensors. Some may be empty."""
-        whole = self.entry.compressor.requires_full_tensor
-        return split(self.count, 1 if whole else self.entry.num_ranges(self.count, shares))
+        return self.entry.chunks(self.count, shares)
 
     def chunk_range(self, chunk: Chunk) -> ElementRange:
         """Return the global elements of a chunk, by which its residual is stored."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.compressors.base import Compressor, SummableCompressor
+from gradwire.sync.chunk import RANGE_ALIGNMENT, Chunk, split
 
 MAX_RANGE_ELEMENTS = 1 << 24  # so that several threads can work on a larger share
 
@@ -42,6 +43,16 @@ class PlanEntry:
         if self.partitions is not None:
             return self.partitions
         return shares * max(1, -(-count // MAX_RANGE_ELEMENTS))
+
+    @property
+    def range_alignment(self) -> int:
+        """Elements of whose multiples ranges begin."""
+        return max(RANGE_ALIGNMENT, self.compressor.range_alignment)
+
+    def chunks(self, count: int, shares: int) -> list[Chunk]:
+        """Cut `count` elements; see `num_ranges`. Some ranges may be empty. One if full tensors are required."""
+        num_ranges = 1 if self.compressor.requires_full_tensor else self.num_ranges(count, shares)
+        return split(count, num_ranges, self.range_alignment)
 
     def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
         """Element type of the accumulators that leave a stage. On a ring it widens: each hop adds a payload."""

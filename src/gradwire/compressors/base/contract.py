@@ -86,6 +86,8 @@ class Compressor(ABC):
             their slot of a hash table. Momentum's factor masking treats them like the ones sent.
         requires_full_tensor: If true, tensors are never cut into ranges, and contexts have the tensor's shape.
         needs_optimizer: If true, `Context.aux` must hold slices of the parameter and the optimizer state.
+        range_alignment: Ranges of a tensor begin at multiples of this many elements, a power of two, so that strategies
+            with other ranges cut the tensor into the same blocks.
         default_feedback: Residual policy that the algorithm needs, ``"none"`` or ``"error"``.
     """
 
@@ -100,6 +102,7 @@ class Compressor(ABC):
     loses_selected: bool = False
     requires_full_tensor: bool = False
     needs_optimizer: bool = False
+    range_alignment: int = 1
     default_feedback: FeedbackName = "error"
 
     # -- declarations ----------------------------------------------------------------------------------------

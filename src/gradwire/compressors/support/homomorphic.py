@@ -8,10 +8,20 @@ looks values up and adds them; only the sum is transformed back.
 The last element of an accumulator counts payloads, because sums are centered by that number, and a rank whose backward
 pass did not use a parameter sends none.
 
+Sums are exact until decoding scales them. Decoding subtracts g/2 for each payload, in float32. The values of a block
+are then all integers, or all halves of odd integers. The transform adds up to B of them, always an even number, so it
+has integers of up to W g B/2, and float32 has all integers up to 2^24. A plan with a larger W g B/2 (W g without
+rotation) is refused when ranks agree on it. With `rotate="full"`, where B follows the length of the range, nothing is
+refused, and larger sums may be rounded. All ranks get the same bits in any case, because additions have one order.
+
+With `rotate="full"`, blocks are as long as padding of at most a sixteenth of the range (or 31 elements) allows: at most
+16 blocks. One block for all, padded to the next power of two, could double the bytes.
+
 Body: block statistics as float32, unless they were reduced in a preliminary round; then the indices, packed as
 `gradwire.kernels.blocks` says. Chunks of 1,024 indices are packed by themselves, so that a packet can carry one.
 """
-# Shapes: N elements of the range, P = N with the last block filled up, B elements of a block, G blocks, W ranks
+# Shapes: N elements of the range, P = N with the last block filled up, B elements of a block, G blocks, W ranks;
+# g = granularity, the largest value of the table
 
 from __future__ import annotations
 
@@ -38,6 +48,8 @@ from gradwire.wire.payload import Payload
 
 ROTATIONS = ("block", "full", "none")
 MIN_BLOCK = 64
+_MAX_EXACT = 1 << 24  # float32 represents all integers up to here
+_PADDING_SHARE = 16  # rotate="full" pads a range by at most a sixteenth
 _LINE = 64
 _MAX = float(np.finfo(np.float32).max)
 
@@ -67,6 +79,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         if accumulator_bits not in (None, *ACCUMULATOR_BITS):
             raise OptionError(f"accumulator_bits must be 8, 16, 32 or None, not {accumulator_bits!r}. Leave it out.")
         self.rotate = rotate
+        self.range_alignment = self.block if self.has_independent_blocks else 1
         self.accumulator_bits = accumulator_bits
 
     @property
@@ -76,7 +89,12 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         return {"bits": self.bits, "block": self.block, "rotate": self.rotate, "accumulator_bits": bits}
 
     def derived_config(self, world_size: int) -> dict[str, Any]:
-        """Bits, largest value and hash of the table, and the type of the accumulator."""
+        """Bits, largest value and hash of the table, and the type of the accumulator.
+
+        Raises:
+            OptionError: Sums of so many ranks would be rounded; see the module.
+        """
+        self._check_exact(world_size)
         values, bits = table = self.lookup_table(world_size)
         digest = hashlib.blake2b(values.astype("<u4").tobytes(), digest_size=8).hexdigest()
         accumulator = self.accumulator_dtype(world_size).name
@@ -84,7 +102,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
 
     @property
     def has_independent_blocks(self) -> bool:
-        """True unless `rotate` is "full", which makes one block of each range."""
+        """True unless `rotate` is "full", where blocks depend on the length of the range."""
         return self.rotate != "full"
 
     # -- what an algorithm implements ------------------------------------------------------------------------------
@@ -227,8 +245,28 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _check_exact(self, world_size: int) -> None:
+        """Raise if float32 could round a sum of all ranks; see the module."""
+        if self.rotate == "full":
+            return
+        halves, granularity = self.block // 2 if self.rotate == "block" else 1, self.max_contribution(world_size)
+        if world_size * granularity * halves > _MAX_EXACT:
+            block = 2 * _MAX_EXACT // (world_size * granularity)
+            smaller = f"block={1 << block.bit_length() - 1}, " if halves > 1 and block >= MIN_BLOCK else ""
+            raise OptionError(
+                f"{self!r} does not add up exactly on {world_size} ranks: {world_size} · {granularity} (granularity) · "
+                f"{halves} (half of the block) exceeds 2^24, the integers of float32. Pass {smaller}a table with a "
+                f"granularity of at most {_MAX_EXACT // (halves * world_size)}, or use fewer ranks."
+            )
+
     def _block(self, size: int) -> int:
-        return max(MIN_BLOCK, next_power(size)) if self.rotate == "full" else self.block
+        """B of a range."""
+        if self.rotate != "full":
+            return self.block
+        block = max(MIN_BLOCK, next_power(size))
+        while block > MIN_BLOCK and padded_size(size, block, True) - size > size // _PADDING_SHARE:
+            block //= 2
+        return block
 
     def _num_blocks(self, size: int) -> int:
         return -(-size // self._block(size))

@@ -2,8 +2,9 @@
 
 A table holds integers, ascending from 0; an index selects one. Quantization is unbiased: z between two neighboring
 values v < w becomes w if z - v > u (w - v), else v, where u = (r + 1/2) / 65536 with 16 random bits r. Ranks add up
-table values. The centered sum of n payloads consists of integers or halves, and so does its Hadamard transform: it is
-exact in float32 while n times half of the last value times the block length is below 2^23.
+table values. The centered sum of n payloads consists of integers, or of halves of odd integers, and its Hadamard
+transform of integers: all is exact in float32 while n times half of the last value times the block length is at most
+2^24.
 """
 # Shapes: N elements, P = N with the last block padded, G blocks
 
