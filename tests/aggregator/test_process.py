@@ -140,7 +140,8 @@ def test_counters_account_for_all_datagrams(job, caplog):
     assert server.received + server.dropped == sent == sum(each.sent for each in workers)
     assert [each.forged for each in workers] == [3, 0, 0]
     for rank, each in enumerate(workers):
-        assert f"Aggregation at rank {rank}: packets: {each}" in caplog.text
+        where = f"aggregation server at {address[0]}:{address[1]}"
+        assert f"Aggregation at rank {rank}, {where}: packets: {each}" in caplog.text
 
 
 # -- ends ---------------------------------------------------------------------------------------------------

@@ -49,6 +49,38 @@ def test_a_server_gives_the_bits_of_scatter_reduce(codec: gw.Compressor, world_s
             assert codec.options["rotate"] == "full" or torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("codec", [gw.make("thc"), gw.make("uthc", rotate="full")], ids=repr)
+def test_several_servers_give_the_bits_of_one(codec: gw.Compressor) -> None:
+    """Tensors of several packets and of less than one, over TCP and UDP with losses, at 1, 2 and 3 servers."""
+    specs = {name: TensorSpec((numel,)) for name, numel in {"a": NUMEL, "b": 2100, "c": 300, "d": 5000}.items()}
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        for step in range(2):
+            one.begin_step()
+            grads = [gradient(one.rank, step, spec.numel) for spec in specs.values()]
+            one.submit([GradientSlice(name, grad) for name, grad in zip(specs, grads, strict=True)])
+            one.wait()
+            one.commit()
+        return grads
+
+    found = []
+    for transports in ((False,), (False, False), (True, False, True)):
+        servers = [AggregationServer(AggregationOptions(2, udp=udp, drop=0.1 * udp)) for udp in transports]
+        threads = [threading.Thread(target=server.run, args=(lambda text: None,)) for server in servers]
+        for thread in threads:
+            thread.start()
+        there = gw.Aggregator([f"127.0.0.1:{server.address[1]}" for server in servers], packet_elements=2048)
+        plan = Plan(dict.fromkeys(specs, codec), strategy="server")
+        with ranks(2, plan, server=there, seed=SEED, tensors=specs) as group:
+            found.append(group.each(run)[0])
+            assert group.synchronizers[0].report().total.sent_bytes > 2 * sum(each.numel for each in specs.values()) / 2
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "all have said goodbye"
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
 def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
     specs = {name: TensorSpec(shape) for name, shape in
              {"a": (100, 90), "b": (7,), "c": (64, 64), "d": (3, 5)}.items()}  # fmt: skip
