@@ -37,7 +37,8 @@ def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 def test_servers_are_a_sequence_or_a_text() -> None:
     for given in ("a:1,b:2", ["a:1", "b:2"], ("a:1", "b:2")):
-        assert gw.Aggregator(given).describe() == gw.Aggregator("a:1, b:2").describe()
+        found = gw.Aggregator.of(given)
+        assert found is not None and found.describe() == gw.Aggregator("a:1, b:2").describe()
     with pytest.raises(OptionError, match='"host:port", or '):
         gw.Aggregator([])
     with pytest.raises(OptionError, match="'there' is not an address"):
