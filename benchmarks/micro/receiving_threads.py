@@ -3,7 +3,7 @@
 Prepared datagrams of four workers wait in a socket's buffer, and threads process them as a server does: they check tags
 and numbers, add, seal results, and send them to addresses at which nobody reads. A second thread shares the socket and
 the state of each worker, and sums under one lock, or under two locks with half of the packets each. Two servers are two
-processes, each with half of the packets, as a job with two servers has them. Figures are of the fastest round.
+processes, each with packets of its own, as a job with two servers has them. Figures are of the median round.
 
 Each thread needs a core for itself. On a busy machine, run it as root with `chrt -f 1` in front.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import statistics
 import struct
 import threading
 import time
@@ -79,15 +80,13 @@ class Server:
         """Process what is in the socket's buffer, on one thread."""
         replies, own = [DatagramSender(bytes(32)) for _ in self.workers], copy.copy(self.socket)
         own._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES + 1))
-        num_taken = 1
-        while num_taken:
-            num_taken = 0
-            for num_taken, (source, datagram) in enumerate(own.receive(BATCH), 1):
-                self._send(self._take(self.ranks[source], datagram), replies)
-            for machine, lock in zip(self.machines, self.locks):
-                with lock:
-                    held = machine.flush()
-                self._send(held, replies)
+        while results := [self._take(self.ranks[source], datagram) for source, datagram in own.receive(BATCH)]:
+            for messages in (*results, *map(self._flush, range(len(self.machines)))):
+                self._send(messages, replies)
+
+    def _flush(self, place: int) -> list[PacketToSend]:
+        with self.locks[place]:
+            return self.machines[place].flush()
 
     def _take(self, rank: int, datagram: memoryview) -> list[PacketToSend]:
         with self.of_worker[rank]:
@@ -155,8 +154,10 @@ def run(rounds: Annotated[int, typer.Option(help="Rounds of each case.")] = 200)
     for elements, packets in PACKETS.items():
         where = {"method": "thc", "ranks": WORKERS, "rate": "none", "source": "measured", "packet_elements": elements}
         num = packets * WORKERS
-        rates = {case: num / min(Server(elements, *numbers).rounds(rounds)) for case, numbers in CASES.items()}
-        rates[SERVERS] = 2 * num / min(two_servers(elements, rounds))
+        rates = {
+            case: num / statistics.median(Server(elements, *numbers).rounds(rounds)) for case, numbers in CASES.items()
+        }
+        rates[SERVERS] = 2 * num / statistics.median(two_servers(elements, rounds))
         for case, rate in rates.items():
             yield {**where, "metric": "contributions", "case": case, "value": rate, "unit": "1/s"}
 

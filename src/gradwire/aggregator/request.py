@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Reply:
     @classmethod
     def join(cls, parts: Sequence[Reply]) -> Reply:
         """Return the reply to a stream from those to consecutive packets of it."""
-        arrays = {
+        arrays: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])  # one row for each packet
             for name, value in vars(parts[0]).items()
             if isinstance(value, np.ndarray)

@@ -58,7 +58,7 @@ def assign(config: SessionConfig, num_servers: int) -> tuple[list[SessionConfig]
 
 def load_bytes(config: SessionConfig, stream: int, elements: slice) -> int:
     """Bytes that a worker sends and receives for some elements of a stream, without headers."""
-    size = elements.stop - elements.start
+    size: int = elements.stop - elements.start
     return config.payload_bytes(stream, size) + size * config.result_dtype(stream).itemsize
 
 
