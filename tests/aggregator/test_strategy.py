@@ -157,6 +157,30 @@ def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
     assert any(error.tensor == "w" and "send" in error.phase for error, _ in found)
 
 
+def test_one_of_two_servers_that_ends_is_named_on_all_ranks_and_ends_the_other() -> None:
+    servers, ends = [AggregationServer(AggregationOptions(2)) for _ in range(2)], {}
+
+    def serve(number: int) -> None:
+        with pytest.raises(SyncError) as caught:
+            servers[number].run()
+        ends[number] = str(caught.value)
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    addresses = [f"127.0.0.1:{server.address[1]}" for server in servers]
+    there, specs = gw.Aggregator(addresses, packet_elements=2048), {"w": TensorSpec((NUMEL,))}
+    with ranks(2, Plan({"w": "thc"}, strategy="server"), server=there, tensors=specs) as group:
+        group.each(lambda one: take_step(one, 0))
+        servers[1].stop("Its machine is needed.")
+        threads[1].join(30)
+        for error in group.outcomes(lambda one: take_step(one, 1)):
+            assert isinstance(error, SyncError)
+            assert f"The aggregation server at {addresses[1]} has ended" in str(error)
+        threads[0].join(30)
+    assert "Its machine is needed." in ends[0] and "Its machine is needed." in ends[1]
+
+
 def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
