@@ -2,7 +2,8 @@
 
 Guarantees: the shards depend on the session configuration and the number of servers alone, so all ranks have the same.
 Packets are those of a session with one server, and each goes to one server: sums, and who is in them, are the same
-bits. All servers carry the same number of bytes, up to those of one packet.
+bits. All servers carry the same number of bytes, up to those of one packet, or of 1,024 elements if packets are
+shorter.
 
 Source: THC (Li et al. 2024), section 7: servers are those of BytePS, which gives each a share of the partitions.
 Differences: a stream is cut at packets, and by bytes.
