@@ -110,6 +110,10 @@ _MICRO = (
         "micro.aggregation_server",
     ),
     Benchmark(
+        "receiving-threads", "What does an aggregation server gain by a second receiving thread, or a second server?",
+        "micro.receiving_threads", recorded=False,
+    ),
+    Benchmark(
         "xdp-packets", "How long does the aggregator in the kernel (XDP) take for a packet, against Python's?",
         "micro.xdp_packets", recorded=False,
     ),

@@ -24,6 +24,7 @@ from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
+from gradwire.wire.frame import FrameKind
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
 from tests.net.certificates import Authority
 from tests.net.recorder import until
@@ -46,6 +47,23 @@ def test_sums_over_sockets(job, options):
     for client in clients:
         client.close()
     assert job.end() is None
+
+
+@pytest.mark.parametrize("udp", [False, True])
+def test_packets_do_not_wait_for_the_lock_of_joins(job, udp):
+    clients = job.join(job.serve(udp=udp), jobs.config())
+    with job.server._changed:
+        for round_ in range(3):
+            check_round(clients, round_)
+
+
+def test_a_packet_over_tcp_is_refused_if_packets_are_datagrams(job):
+    """The thread that reads datagrams owns the sums alone."""
+    clients = job.join(job.serve(udp=True), jobs.config())
+    clients[0]._send_frame(FrameKind.PACKET, bytes(PACKET_HEADER_BYTES))
+    until(lambda: clients[0]._error is not None)
+    with pytest.raises(SyncError, match="Expected a packet of at most 0 bytes"):
+        clients[0].check()
 
 
 def test_a_worker_cannot_forge_results_for_the_others(job):
@@ -140,7 +158,8 @@ def test_counters_account_for_all_datagrams(job, caplog):
     assert server.received + server.dropped == sent == sum(each.sent for each in workers)
     assert [each.forged for each in workers] == [3, 0, 0]
     for rank, each in enumerate(workers):
-        assert f"Aggregation at rank {rank}: packets: {each}" in caplog.text
+        where = f"aggregation server at {address[0]}:{address[1]}"
+        assert f"Aggregation at rank {rank}, {where}: packets: {each}" in caplog.text
 
 
 # -- ends ---------------------------------------------------------------------------------------------------

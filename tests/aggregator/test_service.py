@@ -30,6 +30,19 @@ def test_a_missing_server_address_is_reported(monkeypatch: pytest.MonkeyPatch) -
             assert 'options=gradwire.SyncOptions(server="host:port") or set GRADWIRE_AGGREGATOR' in said
     monkeypatch.setenv("GRADWIRE_AGGREGATOR", "there:7071")
     assert gw.Aggregator.of(None) == gw.Aggregator("there:7071")
+    monkeypatch.setenv("GRADWIRE_AGGREGATOR", "there:7071, [::1]:7072")
+    several = gw.Aggregator.of(None)
+    assert several is not None and several.addresses == [("there", 7071), ("::1", 7072)]
+
+
+def test_servers_are_a_sequence_or_a_text() -> None:
+    for given in ("a:1,b:2", ["a:1", "b:2"], ("a:1", "b:2")):
+        found = gw.Aggregator.of(given)
+        assert found is not None and found.describe() == gw.Aggregator("a:1, b:2").describe()
+    with pytest.raises(OptionError, match='"host:port", or '):
+        gw.Aggregator([])
+    with pytest.raises(OptionError, match="'there' is not an address"):
+        gw.Aggregator("there")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +54,20 @@ def test_ranks_with_different_server_options_disagree_before_anything_is_sent(op
     with (
         pytest.raises(DisagreementError, match=option),
         ranks(2, plan, server=lambda rank: LocalOptions("local:1", aggregator=aggregator, **{option: values[rank]})),
+    ):
+        pass
+    assert aggregator.config is None
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [("a:1", r"servers\) = 2 on rank 0 and 1"), ("b:2,a:1", r"servers\[0\] = 'a:1' on rank 0 and 'b:2'")],
+)
+def test_ranks_with_different_lists_of_servers_disagree_with_advice(other: str, difference: str) -> None:
+    plan, aggregator = Plan({"w": "thc"}, strategy="server"), LocalAggregator()
+    with (
+        pytest.raises(DisagreementError, match=difference + ".* same model, method and options on every rank"),
+        ranks(2, plan, server=lambda rank: LocalOptions(("a:1,b:2", other)[rank], aggregator=aggregator)),
     ):
         pass
     assert aggregator.config is None

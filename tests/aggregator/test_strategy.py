@@ -56,6 +56,38 @@ def test_a_server_gives_the_bits_of_scatter_reduce_and_of_a_ring(codec: gw.Compr
                 assert torch.equal(found, scattered[rank][step]) and torch.equal(found, ring[rank][step])
 
 
+@pytest.mark.parametrize("codec", [gw.make("thc"), gw.make("uthc", rotate="full")], ids=repr)
+def test_several_servers_give_the_bits_of_one(codec: gw.Compressor) -> None:
+    """Tensors of several packets and of less than one, over TCP and UDP with losses, at 1, 2 and 3 servers."""
+    specs = {name: TensorSpec((numel,)) for name, numel in {"a": NUMEL, "b": 2100, "c": 300, "d": 5000}.items()}
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        for step in range(2):
+            one.begin_step()
+            grads = [gradient(one.rank, step, spec.numel) for spec in specs.values()]
+            one.submit([GradientSlice(name, grad) for name, grad in zip(specs, grads, strict=True)])
+            one.wait()
+            one.commit()
+        return grads
+
+    found = []
+    for transports in ((False,), (False, False), (True, False, True)):
+        servers = [AggregationServer(AggregationOptions(2, udp=udp, drop=0.1 * udp)) for udp in transports]
+        threads = [threading.Thread(target=server.run, args=(lambda text: None,)) for server in servers]
+        for thread in threads:
+            thread.start()
+        there = gw.Aggregator([f"127.0.0.1:{server.address[1]}" for server in servers], packet_elements=2048)
+        plan = Plan(dict.fromkeys(specs, codec), strategy="server")
+        with ranks(2, plan, server=there, seed=SEED, tensors=specs) as group:
+            found.append(group.each(run)[0])
+            assert group.synchronizers[0].report().total.sent_bytes > 2 * sum(each.numel for each in specs.values()) / 2
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "all have said goodbye"
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
 def test_a_model_with_large_and_small_tensors_trains_with_partitions() -> None:
     specs = {name: TensorSpec(shape) for name, shape in
              {"a": (100, 90), "b": (7,), "c": (64, 64), "d": (3, 5)}.items()}  # fmt: skip
@@ -130,6 +162,30 @@ def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
         assert "the aggregation server" in str(error) and same
     # A rank that hears of it from another before it submits was between steps.
     assert any(error.tensor == "w" and "send" in error.phase for error, _ in found)
+
+
+def test_one_of_two_servers_that_ends_is_named_on_all_ranks_and_ends_the_other() -> None:
+    servers, ends = [AggregationServer(AggregationOptions(2)) for _ in range(2)], {}
+
+    def serve(number: int) -> None:
+        with pytest.raises(SyncError) as caught:
+            servers[number].run()
+        ends[number] = str(caught.value)
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    addresses = [f"127.0.0.1:{server.address[1]}" for server in servers]
+    there, specs = gw.Aggregator(addresses, packet_elements=2048), {"w": TensorSpec((NUMEL,))}
+    with ranks(2, Plan({"w": "thc"}, strategy="server"), server=there, tensors=specs) as group:
+        group.each(lambda one: take_step(one, 0))
+        servers[1].stop("Its machine is needed.")
+        threads[1].join(30)
+        for error in group.outcomes(lambda one: take_step(one, 1)):
+            assert isinstance(error, SyncError)
+            assert f"The aggregation server at {addresses[1]} has ended" in str(error)
+        threads[0].join(30)
+    assert "Its machine is needed." in ends[0] and "Its machine is needed." in ends[1]
 
 
 def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server(

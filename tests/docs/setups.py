@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +172,19 @@ def planning() -> Iterator[Namespace]:
 
 
 @contextmanager
-def aggregator() -> Iterator[Namespace]:
-    """A DDP module, and an aggregation server for each time that it is attached."""
+def aggregators(*shown: str) -> Iterator[Namespace]:
+    """A DDP module, and aggregation servers at these addresses for each time that it is attached."""
     with ddp() as names:
         servers: list[subprocess.Popen[str]] = []
-        address = ["127.0.0.1:0"]
+        addresses = ["127.0.0.1:0" for _ in shown]
 
         def serve() -> None:
-            if servers:  # the one before ends with the job that it has served
+            while servers:  # those before end with the job that they have served
                 assert servers.pop().wait(60) == 0
             if names["rank"] == 0:
-                address[0] = _serve(servers, "--aggregate", "2", address[0].rpartition(":")[2])
-            dist.broadcast_object_list(address)
-            names["replaced"] = {"10.0.0.9:7071": address[0]}
+                addresses[:] = [_serve(servers, "--aggregate", "2", each.rpartition(":")[2]) for each in addresses]
+            dist.broadcast_object_list(addresses)
+            names["replaced"] = dict(zip(shown, addresses, strict=True))
 
         names["before_attach"] = serve
         yield names
@@ -268,7 +269,9 @@ def lightning() -> Iterator[Namespace]:
 
 Setup = Callable[[], AbstractContextManager[Namespace]]
 ON_TWO_RANKS: dict[str, Setup] = {
-    "ddp": ddp, "attached": attached, "decided": decided, "planned": planned, "aggregator": aggregator,
+    "ddp": ddp, "attached": attached, "decided": decided, "planned": planned,
+    "aggregator": partial(aggregators, "10.0.0.9:7071"),
+    "aggregators": partial(aggregators, "10.0.0.9:7071", "10.0.0.10:7071"),
 }  # fmt: skip
 ALONE: dict[str, Setup] = {
     "planning": planning, "parameter_server": parameter_server, "parameter_client": parameter_client,

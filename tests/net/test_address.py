@@ -14,6 +14,7 @@ from gradwire.net.address import (
     local_address,
     loopback_id,
     parse_address,
+    parse_addresses,
     resolve,
     store_host,
 )
@@ -83,6 +84,12 @@ def test_an_address_has_a_host_and_a_port():
     for port in (0, 65536, 99999):
         with pytest.raises(OptionError, match=f"no port {port}.* from 1 to 65535"):
             parse_address(f"a.example:{port}")
+
+
+def test_addresses_are_a_text_or_a_sequence():
+    for given in ("a.example:1, [::1]:2,", ["a.example:1", "[::1]:2 "]):
+        assert parse_addresses(given) == [("a.example", 1), ("::1", 2)]
+    assert parse_addresses("") == []
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "a" * 300])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import gradwire.aggregator.strategy  # noqa: F401  # registers itself
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import Aggregator
 from gradwire.aggregator.session import Operation, SessionConfig
@@ -138,8 +139,6 @@ class LocalOptions(Aggregator):
 class _LocalClient:
     """The connection of one rank: the part of `AggregationClient` that is used."""
 
-    wrapping_bytes = HEADER_BYTES
-
     def __init__(self, aggregator: LocalAggregator, config: SessionConfig, rank: int) -> None:
         assert aggregator.config in (None, config), "all ranks have the same config"
         aggregator.config = self.config = config
@@ -150,6 +149,9 @@ class _LocalClient:
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
     ) -> Future[Reply]:
         return self._aggregator.submit((round_, stream), self.rank, payload, out, flags)
+
+    def header_bytes(self, stream: int) -> int:
+        return self.config.num_packets(stream) * (HEADER_BYTES + PACKET_HEADER_BYTES)
 
     def close(self, reason: str = "") -> None:
         """Nothing to close."""

@@ -82,7 +82,7 @@ class AggregationClient(Client):
         self.config = config
         self._stall = connection.stall_timeout.total_seconds()
         self._session, self._client_id = session, secrets.randbits(64)
-        self._worker = WorkerStateMachine(config, rank)
+        self._worker = WorkerStateMachine(config, rank, server_name=self._server_name)
         largest = max((config.result_bytes(stream, 0) for stream in range(len(config.streams))), default=1)
         self._max_packet_bytes = PACKET_HEADER_BYTES + largest
         self._max_window = max(MIN_WIDTH, WINDOW_BYTES // largest)
@@ -117,12 +117,16 @@ class AggregationClient(Client):
         replayed = self._dropped["replayed"] + sum(each.replayed for each in self._receivers)
         return replace(self._worker.counters, forged=forged, replayed=replayed)
 
-    @property
-    def wrapping_bytes(self) -> int:
-        """Bytes that each packet has around it: a frame's, or those of a datagram that prove it."""
-        if self._worker.window is None or self._sender is None:
-            return self._key.prefix_bytes
-        return self._sender.trailer_bytes
+    def header_bytes(self, stream: int) -> int:
+        """Return the bytes around a contribution to a stream: the headers of all packets, and what proves them."""
+        window, sender = self._worker.window, self._sender
+        around = self._key.prefix_bytes if window is None or sender is None else sender.trailer_bytes
+        return self.config.num_packets(stream) * (around + PACKET_HEADER_BYTES)
+
+    def check(self) -> None:
+        """Raise the error that this client has failed with, if it has."""
+        if self._error is not None:
+            raise self._error
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags = FrameFlags.NONE
@@ -155,8 +159,7 @@ class AggregationClient(Client):
         future: Future[Reply] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            self.check()
             deadline = time.monotonic() + self._stall + GRACE_SECONDS
             self._futures[self._worker.submit(round_, stream, payload, out, flags, deadline)] = future
             self._send_due()
@@ -200,7 +203,9 @@ class AggregationClient(Client):
             if self._worker.epoch == NO_EPOCH and lossy:
                 self._worker.window = Window(self._max_window, random.Random(self._client_id))
             if lossy != (self._worker.window is not None):
-                self._fail(SyncError("The aggregation server was restarted with another --udp. Restart it as before."))
+                self._fail(
+                    SyncError(f"The {self._server_name} was restarted with another --udp. Restart it as before.")
+                )
                 return
             try:
                 self._check_path(welcome)
@@ -267,7 +272,7 @@ class AggregationClient(Client):
         for future in waiting:
             future.set_exception(self._error)
         self._endpoint.close(self._goodbye)
-        logger.info("Aggregation at rank %d: packets: %s", self.rank, self.counters)
+        logger.info("Aggregation at rank %d, %s: packets: %s", self.rank, self._server_name, self.counters)
         for source in self._sources:
             source.close()
         self._selector.close()

@@ -158,6 +158,12 @@ class PacketCounters:
     late: int = 0
     taken: int = 0
 
+    @classmethod
+    def total(cls, counters: Iterable[PacketCounters]) -> PacketCounters:
+        """Return the sums of several counts."""
+        columns = zip(*(vars(each).values() for each in counters))
+        return cls(*map(sum, columns))
+
     def __str__(self) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in vars(self).items())
 

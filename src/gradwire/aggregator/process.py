@@ -1,7 +1,9 @@
 """A stand-alone aggregation server: connections, datagrams, and the state machine.
 
-Frames are handled on the endpoint's thread, datagrams on a thread of their own, one at a time. The thread that calls
-`run` watches for lost workers and for results that take too long.
+One thread receives packets and owns the sums, so no packet waits for a lock: over TCP the endpoint's thread, over UDP
+one that only reads datagrams. Joins and goodbyes come on the endpoint's thread, which replaces what the other reads.
+They share a lock with the thread that calls `run`, which watches for lost workers and for results that take too long. A
+second receiving thread would make a server slower (`benchmarks/micro/receiving_threads.py`); a second server does not.
 
 On failure: a lost worker is waited for. A worker that stays away, gives up, finishes before the others or holds up a
 result for too long ends the session, with one error at all workers that names it. A server that is started again keeps
@@ -185,21 +187,23 @@ class AggregationServer(Server):
     # -- on the endpoint's thread ----------------------------------------------------------------------------
 
     def admit(self, peer: int, header: Header) -> None:
-        """Admit first messages, and packets of workers that have joined."""
+        """Admit first messages, and packets of workers that have joined, unless they travel as datagrams."""
         session = self._session
         most = MAX_JOIN_BYTES
         if header.kind is FrameKind.PACKET:
-            most = 0 if session is None or peer not in session.present else session.machine.max_packet_bytes
+            takes = session is not None and peer in session.present and self._datagrams is None
+            most = session.machine.max_packet_bytes if session is not None and takes else 0
         if header.kind not in (FrameKind.JOIN, FrameKind.PACKET) or header.length > most:
             raise FrameError(f"Expected a packet of at most {most} bytes, got {describe(header)}, {header.length}.")
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         try:
-            with self._changed:
-                if header.kind is FrameKind.JOIN:
-                    self._join(peer, AggregatorJoin.from_bytes(body.tobytes()))
-                elif self._session is not None and peer in self._session.present:
-                    self._send(self._session.machine.receive(body, time.monotonic(), peer))
+            if header.kind is FrameKind.JOIN:
+                join = AggregatorJoin.from_bytes(body.tobytes())
+                with self._changed:
+                    self._join(peer, join)
+            elif self._session is not None and peer in self._session.present:
+                self._send(self._session, self._session.machine.receive(body, time.monotonic(), peer))
         except (FrameError, DisagreementError) as error:
             present = self._session is not None and peer in self._session.present
             self._refuse(peer, str(error), present=present)
@@ -371,25 +375,25 @@ class AggregationServer(Server):
             if worker is None:
                 self._num_forged += 1
             if session is None or worker is None or packet is None:
-                continue  # forged or a replay: dropped without the lock
-            with self._changed, contextlib.suppress(FrameError):  # counted
-                if self._session is not session:
-                    continue
+                continue  # forged or a replay
+            with contextlib.suppress(FrameError):  # counted
                 worker.validated = True
                 if worker.asks_too_often(packet, time.monotonic()):
                     session.machine.counters.refused += 1
                 elif self._rng.random() < self.options.drop:
                     session.machine.counters.dropped += 1
                 else:
-                    self._send(session.machine.receive(packet, time.monotonic(), worker.worker))
-        with self._changed:
-            if self._session is not None:
-                machine = self._session.machine
-                hashes = self._session.hashes.flush(machine.epoch)
-                workers = [known.worker for known in self._session.datagrams.values() if known.validated]
-                machine.counters.sent += len(hashes) * len(workers)
-                self._send([PacketToSend(worker, packet) for worker in workers for packet in hashes])
-                self._send(machine.flush())
+                    self._send(session, session.machine.receive(packet, time.monotonic(), worker.worker))
+        if (session := self._session) is not None:
+            self._flush(session)
+
+    def _flush(self, session: _Session) -> None:
+        machine = session.machine
+        hashes = session.hashes.flush(machine.epoch)
+        workers = [known.worker for known in session.datagrams.values() if known.validated]
+        machine.counters.sent += len(hashes) * len(workers)
+        self._send(session, [PacketToSend(worker, packet) for worker in workers for packet in hashes])
+        self._send(session, machine.flush())
 
     def _open(self, receiver: DatagramReceiver, datagram: memoryview) -> memoryview | None:
         forged, replayed = receiver.forged, receiver.replayed
@@ -398,18 +402,17 @@ class AggregationServer(Server):
         self._num_replayed += receiver.replayed - replayed
         return packet
 
-    def _send(self, messages: list[PacketToSend]) -> None:
-        assert self._session is not None, "packets belong to a session"
+    def _send(self, session: _Session, messages: list[PacketToSend]) -> None:
         for worker, packet in messages:
             if self._datagrams is None:
                 header = Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch)
-                for each in list(self._session.present) if worker == EVERYONE else [worker]:
+                for each in list(session.present) if worker == EVERYONE else [worker]:
                     self._endpoint.send(each, header, packet)
-            elif worker == EVERYONE and self._session.group is not None and self.options.multicast is not None:
-                self._datagrams.send(packet, self.options.multicast, self._session.group)
-                self._session.hashes.add(packet)
+            elif worker == EVERYONE and session.group is not None and self.options.multicast is not None:
+                self._datagrams.send(packet, self.options.multicast, session.group)
+                session.hashes.add(packet)
             else:
-                for known in self._session.datagrams.values():
+                for known in session.datagrams.values():
                     if known.validated and worker in (EVERYONE, known.worker):
                         self._datagrams.send(packet, known.address, known.sender)
 

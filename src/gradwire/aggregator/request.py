@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +37,16 @@ class Reply:
     counted: np.ndarray
     flags: FrameFlags
     packet_elements: int
+
+    @classmethod
+    def join(cls, parts: Sequence[Reply]) -> Reply:
+        """Return the reply to a stream from those to consecutive packets of it."""
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])  # one row for each packet
+            for name, value in vars(parts[0]).items()
+            if isinstance(value, np.ndarray)
+        }
+        return replace(parts[0], flags=reduce(or_, (part.flags for part in parts)), **arrays)
 
     def counts_of_blocks(self, block: int, num_blocks: int) -> np.ndarray:
         """Return the counts per block of the stream, int64[num_blocks], for `LookupCompressor.finalize_blocks`.
@@ -83,13 +96,7 @@ class AggregationRequest:
         self, config: SessionConfig, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray,
         flags: FrameFlags, deadline: float,
     ) -> None:  # fmt: skip
-        size, dtype = config.streams[stream].size, config.result_dtype(stream)
-        if out.dtype != dtype or out.shape != (size,) or not out.flags.c_contiguous:
-            raise ValueError(f"out must be contiguous {dtype} of {size} elements, not {out.dtype} of {out.shape}.")
-        num_bytes = config.payload_bytes(stream, size)
-        body = None if payload is None else payload.reshape(-1).view(np.uint8)
-        if body is not None and body.nbytes != num_bytes:
-            raise ValueError(f"A payload takes {num_bytes} bytes of stream {stream}, not {body.nbytes}.")
+        size, body = config.streams[stream].size, checked_body(config, stream, payload, out)
         self.round, self.stream = round_, stream
         self.flags, self.deadline = flags, deadline
         self.num_packets = self.num_missing = config.num_packets(stream)
@@ -137,6 +144,22 @@ class AggregationRequest:
         """Return who is in the result, once it is complete."""
         assert not self.num_missing, "some packets have no result"
         return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements)
+
+
+def checked_body(config: SessionConfig, stream: int, payload: np.ndarray | None, out: np.ndarray) -> np.ndarray | None:
+    """Return the bytes of a contribution, uint8, or None.
+
+    Raises:
+        ValueError: `payload` or `out` does not fit the stream.
+    """
+    size, dtype = config.streams[stream].size, config.result_dtype(stream)
+    if out.dtype != dtype or out.shape != (size,) or not out.flags.c_contiguous:
+        raise ValueError(f"out must be contiguous {dtype} of {size} elements, not {out.dtype} of {out.shape}.")
+    num_bytes = config.payload_bytes(stream, size)
+    body = None if payload is None else payload.reshape(-1).view(np.uint8)
+    if body is not None and body.nbytes != num_bytes:
+        raise ValueError(f"A payload takes {num_bytes} bytes of stream {stream}, not {body.nbytes}.")
+    return body
 
 
 def cut_chunks(packed: np.ndarray, size: int, table: IndexTable, elements: int) -> np.ndarray:

@@ -70,7 +70,7 @@ class UnansweredPacket(NamedTuple):
 
 
 class AggregatorStateMachine:
-    """The server's side of one session.
+    """The server's side of one session. One thread owns it, and makes all calls but `oldest_open`.
 
     Args:
         config: Session configuration.
@@ -136,10 +136,11 @@ class AggregatorStateMachine:
         return self.counters
 
     def oldest_open(self) -> UnansweredPacket | None:
-        """Return the packet that has waited longest for contributions."""
-        for key, since in self._open.items():
-            slot = self._slots[key]
-            return UnansweredPacket(since, PacketKey(slot.expected_round, *key), slot.missing)
+        """Return the packet that has waited longest for contributions. Any thread may call this."""
+        for key in list(self._open):  # a copy: another thread may be adding up
+            since, slot = self._open.get(key), self._slots[key]
+            if since is not None:
+                return UnansweredPacket(since, PacketKey(slot.expected_round, *key), slot.missing)
         return None
 
     # -- pseudocode 1 ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The aggregation server as a synchronizer uses it: its address and options, and a rank's connection to it.
+"""Aggregation servers as a synchronizer uses them: addresses and options, and a rank's connection to them.
 
 Each chunk of a tensor has two streams: the block statistics, of which the server takes the largest, and the indices,
 which it looks up and adds. The streams follow from the plan and the tensors, so all ranks derive the same ones.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from gradwire.aggregator.client import AggregationClient
-from gradwire.aggregator.packet import PACKET_HEADER_BYTES
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream, num_needed
+from gradwire.aggregator.sharded_client import ShardedClient
 from gradwire.compressors.base import Compressor, LookupCompressor
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
+from gradwire.net.address import parse_addresses
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.tls import TlsFiles
 from gradwire.sync.chunk import Chunk
@@ -39,10 +41,11 @@ _POLICIES = {"late": ("kept", "dropped"), "divide_by": ("all", "counted")}
 
 @dataclass(frozen=True)
 class Aggregator:
-    """Address and options of an aggregation server (`gradwire serve --aggregate`), the same on all ranks.
+    """Addresses and options of aggregation servers (`gradwire serve --aggregate`), the same on all ranks.
 
     Attributes:
-        address: Address as ``"host:port"``.
+        servers: Address of the server as ``"host:port"``, or those of several servers, which share each tensor: in a
+            sequence or separated by commas, in the same order on all ranks.
         fraction: Fraction of the ranks, rounded up, that a packet's sum waits for; above 1/2. Of 4 ranks, 0.75 waits
             for 3, and 0.9 for all.
         late: What a rank does with what it sent too late to be counted. ``"kept"``: it goes to its residual, and is
@@ -53,14 +56,14 @@ class Aggregator:
             8 bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
         mtu: MTU of the path to the server in bytes, for a server that takes datagrams: no packet is longer, in either
             direction, so that IP fragments none. 1,500 on Ethernet. 0 sets no bound.
-        job: Name of the job, the same as on the server.
+        job: Name of the job, the same as on the servers.
         key_file: File with the job key; see `gradwire.net.keys.job_key`.
         insecure: If true, a job key that anyone can guess is allowed beyond loopback.
         integrity: How frames of the connection are protected; see `ConnectionOptions`.
         tls: Certificates, if the server uses TLS; see `ConnectionOptions`.
     """
 
-    address: str
+    servers: str | Sequence[str]
     fraction: float = 1.0
     late: str = "kept"
     divide_by: str = "counted"
@@ -77,13 +80,19 @@ class Aggregator:
         for name, known in _POLICIES.items():
             if getattr(self, name) not in known:
                 raise UnknownNameError(f"{name} policy of an aggregator", getattr(self, name), known)
+        if not self.addresses:
+            raise OptionError('No aggregation server is named. Pass "host:port", or ["host:port", "host:port"].')
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each server."""
+        return parse_addresses(self.servers)
 
     @classmethod
-    def of(cls, given: str | Aggregator | None) -> Aggregator | None:
-        """Return the options for an address, or the given ones; for None, those that the environment names, if any."""
-        if given is None:
-            given = os.environ.get(ADDRESS_VARIABLE)
-        return cls(given) if isinstance(given, str) else given
+    def of(cls, given: str | Sequence[str] | Aggregator | None) -> Aggregator | None:
+        """Return the options for addresses, or the given ones; for None, those that the environment names, if any."""
+        found = os.environ.get(ADDRESS_VARIABLE) if given is None else given
+        return found if found is None or isinstance(found, Aggregator) else cls(found)
 
     def waits_for(self, world_size: int) -> int:
         """Number of ranks that a packet's sum waits for."""
@@ -91,8 +100,9 @@ class Aggregator:
 
     def describe(self) -> dict[str, Any]:
         """Return the options that ranks compare."""
-        names = "address", "fraction", "late", "divide_by", "max_misses", "packet_elements", "mtu", "job"
-        return {name: getattr(self, name) for name in names}
+        names = "fraction", "late", "divide_by", "max_misses", "packet_elements", "mtu", "job"
+        servers = [f"{host}:{port}" for host, port in self.addresses]
+        return {"servers": servers, **{name: getattr(self, name) for name in names}}
 
     def connect(
         self, tensors: TensorRegistry, rank: int, world_size: int, session: int,
@@ -112,16 +122,19 @@ class Aggregator:
 
     def client(
         self, config: SessionConfig, rank: int, session: int, connection: ConnectionOptions
-    ) -> AggregationClient:
-        """Connect to the server; see `AggregationClient`."""
-        return AggregationClient(self.address, config, rank, job=self.job, session=session, connection=connection)
+    ) -> AggregationClient | ShardedClient:
+        """Connect to the server, or to all of them; see `AggregationClient`."""
+        if len(self.addresses) > 1:
+            return ShardedClient(self.addresses, config, rank, job=self.job, session=session, connection=connection)
+        (address,) = self.addresses
+        return AggregationClient(address, config, rank, job=self.job, session=session, connection=connection)
 
 
 class AggregatorConnection:
-    """A rank's connection to an aggregation server.
+    """A rank's connection to aggregation servers.
 
     Args:
-        aggregator: Address and options.
+        aggregator: Addresses and options.
         client: Client of this rank.
         streams: The first of the two streams of each chunk, by tensor and chunk.
 
@@ -131,7 +144,9 @@ class AggregatorConnection:
         divides_by_all: Whether a sum without the late ranks is divided by the number of all ranks.
     """
 
-    def __init__(self, aggregator: Aggregator, client: AggregationClient, streams: dict[tuple[int, int], int]) -> None:
+    def __init__(
+        self, aggregator: Aggregator, client: AggregationClient | ShardedClient, streams: dict[tuple[int, int], int]
+    ) -> None:
         self.partial = client.config.needed < client.config.world_size
         self.keeps_late, self.divides_by_all = aggregator.late == "kept", aggregator.divide_by == "all"
         self._aggregator, self._client, self._streams = aggregator, client, streams
@@ -158,8 +173,7 @@ class AggregatorConnection:
 
     def sent_bytes(self, job: TensorJob, chunk: Chunk, kind: FrameKind, body_bytes: int) -> int:
         """Size of a contribution in bytes, with the headers of all packets, if nothing is lost."""
-        num_packets = self._client.config.num_packets(self._stream(job, chunk, kind))
-        return num_packets * (self._client.wrapping_bytes + PACKET_HEADER_BYTES) + body_bytes
+        return self._client.header_bytes(self._stream(job, chunk, kind)) + body_bytes
 
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it."""

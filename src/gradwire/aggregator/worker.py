@@ -49,18 +49,22 @@ class WorkerStateMachine:
         config: Session configuration.
         worker: Rank of this worker.
         window: Window of packets in flight; None for a lossless connection. May be replaced until the first `joined`.
+        server_name: What errors call the server.
 
     Attributes:
         epoch: Incarnation of the server; `NO_EPOCH` before the first.
         counters: Packet counts so far.
     """
 
-    def __init__(self, config: SessionConfig, worker: int, window: Window | None = None) -> None:
+    def __init__(
+        self, config: SessionConfig, worker: int, window: Window | None = None, server_name: str = "aggregation server"
+    ) -> None:
         self.config = config
         self.worker = worker
         self.epoch = NO_EPOCH
         self.counters = PacketCounters()
         self.window = window
+        self._server_name = server_name
         self._open: dict[int, AggregationRequest] = {}
         self._last: dict[int, AggregationRequest] = {}
         self._unsent: deque[tuple[AggregationRequest, int]] = deque()
@@ -96,8 +100,8 @@ class WorkerStateMachine:
         restarted, self.epoch = self.epoch not in (NO_EPOCH, epoch), epoch
         if restarted and self.config.needed < self.config.world_size and (self._open or self._last):
             raise SyncError(
-                "The aggregation server was restarted. With a fraction below 1 the new server could count others than "
-                "its predecessor has. Restart the job from a checkpoint."
+                f"The {self._server_name} was restarted. With a fraction below 1 the new server could count others "
+                "than its predecessor has. Restart the job from a checkpoint."
             )
         unanswered = [key for request in self._open.values() for key in request.unanswered()]
         for key in unanswered:
@@ -160,7 +164,7 @@ class WorkerStateMachine:
             raise PeerTimeoutError(
                 f"The result of stream {oldest.stream}, round {oldest.round} did not arrive in time: worker "
                 f"{self.worker} has {oldest.num_packets - oldest.num_missing} of {oldest.num_packets} packets. The log "
-                "of the server names the workers that it waits for.",
+                f"of the {self._server_name} names the workers that it waits for.",
                 phase=f"round {oldest.round}",
             )
 
@@ -257,7 +261,7 @@ class WorkerStateMachine:
     def _check_obsolete(self, key: PacketKey) -> None:
         if self._waiting_for(key) is not None:
             raise SyncError(
-                f"The aggregation server has gone on without worker {self.worker} and no longer has the result of "
+                f"The {self._server_name} has gone on without worker {self.worker} and no longer has the result of "
                 f"stream {key.stream}, round {key.round}. Restart this worker from a checkpoint.",
                 rank=self.worker,
             )

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def parse_address(text: str) -> tuple[str, int]:
     if not 0 < int(port) < 1 << 16:
         raise OptionError(f"There is no port {port} (in {text!r}). Pass one from 1 to 65535.")
     return host.strip("[]"), int(port)
+
+
+def parse_addresses(given: str | Sequence[str]) -> list[tuple[str, int]]:
+    """Return host and port of each of "host:port", separated by commas or in a sequence.
+
+    Raises:
+        OptionError: One is something else.
+    """
+    texts = given.split(",") if isinstance(given, str) else given
+    return [parse_address(text.strip()) for text in texts if text.strip()]
 
 
 def _ipv4_of(name: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradwire.compressors.base import Compressor
 from gradwire.core.errors import OptionError
-from gradwire.net.address import parse_address
+from gradwire.net.address import parse_addresses
 from gradwire.parameter_server.session import LATE, MAX_STALENESS
 from gradwire.sync.plan import Plan
 
@@ -107,8 +107,7 @@ def server_addresses(servers: str | Sequence[str] | None) -> list[tuple[str, int
         OptionError: There are none, or one is not ``host:port``.
     """
     given = os.environ.get("GRADWIRE_SERVERS", "") if servers is None else servers
-    texts = given.split(",") if isinstance(given, str) else given
-    addresses = [parse_address(text.strip()) for text in texts if text.strip()]
+    addresses = parse_addresses(given)
     if not addresses:
         raise OptionError('No parameter server is known. Pass servers="host:port", or set GRADWIRE_SERVERS.')
     return addresses

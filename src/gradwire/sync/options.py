@@ -31,8 +31,8 @@ class SyncOptions:
             ranks per node. None asks the launcher's environment, then compares host names.
         threads: Number of threads that encode, merge and decode. None means the rank's share of the usable cores (all,
             divided by ``LOCAL_WORLD_SIZE``), less one, at least one. Ranks may have different numbers.
-        server: Aggregator for the strategy ``"server"``: ``"host:port"`` or a `gradwire.Aggregator`. None reads the
-            address from ``GRADWIRE_AGGREGATOR``.
+        server: Aggregator for the strategy ``"server"``: ``"host:port"``, a sequence of these, or a
+            `gradwire.Aggregator`. None reads addresses from ``GRADWIRE_AGGREGATOR``.
         time_slots: Whether a rank sends to one peer at a time, in an order in which no two ranks send to the same peer.
             For switches with small buffers (`gradwire.net.slots`). Linux only.
         watch_norms: Interval, in steps, at which ranks compare the norms of their gradients, to find a rank with broken
@@ -52,7 +52,7 @@ class SyncOptions:
     seed: int = 0
     dump_dir: str | Path | None = None
     nodes: int | Sequence[str | int] | None = None
-    server: str | ServiceAddress | None = None
+    server: str | Sequence[str] | ServiceAddress | None = None
     threads: int | None = None
     time_slots: bool = False
     watch_norms: int = 0

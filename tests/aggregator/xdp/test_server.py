@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import subprocess
 import sys
@@ -46,6 +47,22 @@ def test_workers_get_the_kernels_sums_with_loss(mode, guard):
     assert sum(each.drops.loss for each in result.hosts) > 20
     assert sum(worker["forged"] + worker["corrupt"] + worker["refused"] for worker in workers) == 0
     assert [json.loads(each.stdout)["fragments"] for each in result.hosts] == [0] * 4
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+@pytest.mark.loss
+def test_the_programs_of_two_hosts_share_the_sums():
+    command = [sys.executable, "-m", "tests.aggregator.xdp.sharded_host", str(ROUNDS), "generic"]
+    with Lab(5, "1gbit", loss="1%") as lab:
+        result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
+    *servers, first, second, third = (json.loads(each.stdout) for each in result.hosts)
+    assert first == second == third == digest(host.CONFIG, ROUNDS)
+    added = [re.search(r"adds up (\d+) of \d+ packets at eth0", "\n".join(said)) for said in servers]
+    counts = [int(found.group(1)) for found in added if found]
+    assert len(counts) == 2 and sum(counts) == 292 and min(counts) > 100
 
 
 @pytest.mark.ci

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
-from dataclasses import fields
 
 import numpy as np
 
@@ -124,8 +123,7 @@ class KernelStateMachine(AggregatorStateMachine):
             )
 
     def total_counters(self) -> PacketCounters:
-        found = self._slots_in_kernel.counted(), self.counters
-        return PacketCounters(**{each.name: sum(getattr(one, each.name) for one in found) for each in fields(found[0])})
+        return PacketCounters.total((self._slots_in_kernel.counted(), self.counters))
 
     def oldest_open(self) -> UnansweredPacket | None:
         kernel, rest = self._oldest_in_kernel(), super().oldest_open()
