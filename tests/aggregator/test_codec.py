@@ -266,12 +266,12 @@ def test_the_first_filled_sum_is_a_warning_with_advice(caplog: pytest.LogCapture
 @pytest.mark.parametrize("fraction", [1.0, 0.75])
 def test_ranks_of_a_real_server_that_loses_datagrams_fill_and_go_on(fraction: float) -> None:
     """Means are those that others have, or zeros in whole packets."""
-    world_size, steps = 4, 6
-    server = AggregationServer(AggregationOptions(world_size, udp=True, drop=0.2))
+    world_size, steps = 4, 10
+    server = AggregationServer(AggregationOptions(world_size, udp=True, drop=0.4))
     thread = threading.Thread(target=server.run)
     thread.start()
     there = gw.Aggregator(
-        f"127.0.0.1:{server.address[1]}", fraction, late="dropped", fill_after=SOON, packet_elements=PACKET
+        f"127.0.0.1:{server.address[1]}", fraction, late="dropped", fill_after=SOON / 8, packet_elements=PACKET
     )  # fmt: skip
     plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
     with ranks(world_size, plan, seed=SEED, server=there, tensors=specs) as group:

@@ -195,8 +195,9 @@ class AggregatorConnection:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "A sum of %r did not come within %g s, and rank %d took zeros for it (fill_after). Replicas may differ "
-                "from now on: call handle.synchronize_replicas() after each epoch. The report counts filled_elements.",
+                "A sum of '%s' did not come within %g s, and rank %d took zeros for it (fill_after). Replicas may "
+                "differ from now on: call handle.synchronize_replicas() after each epoch. The report counts "
+                "filled_elements.",
                 tensor, self._aggregator.fill_seconds, self._client.rank,
             )  # fmt: skip
 
