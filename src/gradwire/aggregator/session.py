@@ -262,9 +262,9 @@ class SessionConfig:
                 raise ValueError("another version")
             tables = tuple(_table(*each) for each in fields.pop("tables"))
             streams = tuple(_stream(*each) for each in fields.pop("streams"))
-            floats = {name: float(fields.pop(name)) for name in ("fraction", "fill_seconds")}
+            fraction, fill_seconds = float(fields.pop("fraction")), float(fields.pop("fill_seconds"))
             numbers = {name: _integer(value) for name, value in fields.items()}
-            return cls(tables=tables, streams=streams, **floats, **numbers)
+            return cls(tables=tables, streams=streams, fraction=fraction, fill_seconds=fill_seconds, **numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FrameError(
                 f"The worker's session configuration is invalid: {error!r}. Run the same gradwire version everywhere."
