@@ -150,7 +150,8 @@ class Handle(ObservedHandle):
             OptionError: `attach` was not given the optimizer, or its state has something else than tensors and numbers.
             DisagreementError: The optimizer state of ranks differs in shape. Raised on every rank.
 
-        On failure: raises a `SyncError` after ``SyncOptions.timeout`` for each tensor. Replicas may then differ.
+        On failure: raises a `SyncError` if a rank does not come within ``SyncOptions.stall_timeout``, or a tensor takes
+            longer than ``SyncOptions.timeout``. Replicas may then differ.
         """
         self.commit_without_optimizer()
         return self._replicas.synchronize(self._module, source)

@@ -142,12 +142,14 @@ class _Copies:
         self._group, self._timeout = group, timeout
         self._source = dist.get_global_rank(group, source)
         self._device = device_of(group)
+        self._backends = dist.distributed_c10d.get_backend_config(group)  # by device
 
     def tensor(self, tensor: torch.Tensor) -> None:
         """Copy into a tensor."""
         if not tensor.numel():
             return
-        carried = tensor.detach().to(self._device).clone(memory_format=torch.contiguous_format)
+        device = tensor.device if tensor.device.type in self._backends else self._device
+        carried = tensor.detach().to(device).clone(memory_format=torch.contiguous_format)
         self._run(dist.broadcast, carried.view(-1).view(torch.uint8), self._source)  # backends lack some types
         tensor.detach().copy_(carried)
 
