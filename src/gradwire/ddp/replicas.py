@@ -29,6 +29,7 @@ from gradwire.core import torch_private
 from gradwire.core.errors import NO_TENSOR, DisagreementError, OptionError, SyncError
 from gradwire.ddp.gathered import device_of
 from gradwire.ddp.optimizers import Optimizers
+from gradwire.sync import replica
 from gradwire.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger("gradwire")
@@ -77,13 +78,9 @@ class Replicas:
 
         It takes no optimizer steps, and gets the parameters when all ranks have joined.
         """
-        trained = torch_private.trained_parameters
-        found = [] if ddp is None else [each for sparse in (False, True) for _, each in trained(ddp, sparse=sparse)]
-        compared = None if ddp is None else found
-        if self._synchronizer.replicas_may_differ:
-            self._synchronizer.check_replicas(compared, self._warn)
-        else:
-            self._synchronizer.check_replicas(compared)
+        compared = None if ddp is None else _trained(ddp)
+        on_difference = self._warn if self._synchronizer.replicas_may_differ else replica.fail
+        self._synchronizer.check_replicas(compared, on_difference)
 
     def _warn(self, ranks: Sequence[int]) -> None:
         if self._synchronizer.rank or self._has_warned:
@@ -113,6 +110,11 @@ class Replicas:
         if self._synchronizer.rank == 0:
             logger.info("All replicas are those of rank %d. They were up to %.3g apart.", chosen, max(distances))
         return SynchronizedReplicas(chosen, distances)
+
+
+def _trained(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Parameters that steps of the optimizer change."""
+    return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
 
 
 def _copy(

@@ -162,6 +162,11 @@ class Peers:
         """Return why nothing can be averaged any more: the failure, or a rank that is gone. None if all is well."""
         return None if self._engine is None else self._engine.lost_peer()
 
+    @property
+    def replicas_may_differ(self) -> bool:
+        """Whether a service lets ranks apply different means."""
+        return any(self._addresses[name].replicas_may_differ for name in self._services)
+
     # -- for people to look at, from any thread --------------------------------------------------------------
 
     @property
@@ -183,11 +188,6 @@ class Peers:
         return None if self._engine is None else self._engine.longest_wait()
 
     # -- control messages ------------------------------------------------------------------------------------
-
-    @property
-    def replicas_may_differ(self) -> bool:
-        """Whether a service lets ranks apply different means."""
-        return any(self._addresses[name].replicas_may_differ for name in self._services)
 
     def check_replicas(
         self, tensors: Iterable[torch.Tensor] | None, on_difference: Callable[[list[int]], None] = replica.fail

@@ -356,10 +356,10 @@ class Synchronizer(Peers):
         report.seconds = 0.0 if self._began is None else time.monotonic() - self._began
         report.link_seconds = self.link_busy_seconds() / max(1, self.world_size - 1)
         report.notes = self.plan.notes(self.tensors) + (self._watch.notes() if self._watch is not None else [])
-        if report.total.filled_elements:
+        if filled := report.total.filled_elements:
             report.notes.append(
-                f"{report.total.filled_elements:,} elements had a mean of zero on this rank, their sums came too "
-                "late. Call handle.synchronize_replicas() after each epoch."
+                f"{filled:,} elements had a mean of zero on this rank, because their sums did not come in time. Call "
+                "handle.synchronize_replicas() after each epoch."
             )
         return report
 
