@@ -154,7 +154,7 @@ class Handle(ObservedHandle):
             longer than ``SyncOptions.timeout``. Replicas may then differ.
         """
         self.commit_without_optimizer()
-        return self._replicas.synchronize(self._module, source)
+        return self._replicas.make_equal(self._module, source)
 
     def detach(self) -> None:
         """Return to DDP's own all-reduce, and drop residuals that were not applied. Call it on every rank."""

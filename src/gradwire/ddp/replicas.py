@@ -93,7 +93,7 @@ class Replicas:
             ", ".join(map(str, ranks)), self._synchronizer.step - self._counted_from,
         )  # fmt: skip
 
-    def synchronize(self, ddp: DistributedDataParallel, source: int | None) -> SynchronizedReplicas:
+    def make_equal(self, ddp: DistributedDataParallel, source: int | None) -> SynchronizedReplicas:
         """Copy the replica of one rank to all ranks; see `Handle.synchronize_replicas`."""
         if not self._optimizers:
             raise OptionError(
