@@ -25,6 +25,7 @@ WAITS = {
     ("sync/peers.py", "self.wait()"): OURS,
     ("sync/synchronizer.py", "self.wait()"): OURS,
     ("ddp/handle.py", "self.synchronizer.wait()"): OURS,
+    ("ddp/replicas.py", "self._synchronizer.wait()"): OURS,
     ("tuning/auto.py", "self._synchronizer.wait()"): OURS,
     ("cli/checks/trial.py", "synchronizer.wait()"): OURS,
     ("cli/checks/trial.py", "ThreadPoolExecutor(2)"): "two ranks, whose calls have limits",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ def take_step(one: Synchronizer, step: int, make: Gradient = gradient, used: boo
 
 def group_of(
     world_size: int, codec: Any, aggregator: LocalAggregator, fraction: float = 1.0, mtu: int = 0,
-    late: str = "kept", divide_by: str = "counted", **options: Any,
+    late: str = "kept", divide_by: str = "counted", fill_after: timedelta | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     plan = Plan({"w": codec}, strategy="server", **options)
     server = LocalOptions(
-        "local:1", fraction, late, divide_by, packet_elements=PACKET, mtu=mtu, aggregator=aggregator
+        "local:1", fraction, late, divide_by, fill_after=fill_after, packet_elements=PACKET, mtu=mtu,
+        aggregator=aggregator,
     )  # fmt: skip
     return ranks(world_size, plan, seed=SEED, server=server, tensors={"w": TensorSpec((NUMEL,))})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.synchronizer import Synchronizer
 from tests.aggregator.served_ranks import NUMEL, PACKET, SEED, Gradient, gradient, group_of, take_step
 from tests.sync.harness import ranks
-from tests.sync.local_aggregator import LocalAggregator
+from tests.sync.local_aggregator import Late, LocalAggregator
 
 
 def held(one: Synchronizer) -> torch.Tensor:
@@ -212,6 +213,80 @@ def test_a_real_server_goes_on_without_the_slowest_rank_and_nothing_is_lost(udp:
     applied = share * sum(mean.double() for mean in found[0][1])
     produced, left = sum(each[0] for each in found), sum(each[2] for each in found)
     assert torch.allclose(applied + left, produced, rtol=0, atol=1e-4 * float(produced.abs().max()))
+
+
+# -- zeros after a timeout -----------------------------------------------------------------------------------
+
+SOON = timedelta(seconds=0.02)
+
+
+def steps_of(one: Synchronizer, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Means and residuals of some steps."""
+    means, kept = [], []
+    for step in range(steps):
+        means.append(take_step(one, step))
+        kept.append(held(one))
+    return means, kept
+
+
+@pytest.mark.parametrize("late", [lambda *_: False, lambda step, stream, packet, rank: stream == 1 and rank == 4])
+def test_a_rank_that_fills_loses_the_mean_of_the_packet_and_nothing_else(late: Late) -> None:
+    """Residuals of all ranks, and all other means, are bit for bit those of a job in which nothing is filled."""
+    steps, how = 12, {"fraction": 0.8, "late": "dropped", "divide_by": "all"}
+
+    def lost(step: int, stream: int, packet: int, rank: int) -> bool:
+        return stream == 1 and DRAWN[step, 0, packet, rank] < 0.2
+
+    with group_of(5, "thc", LocalAggregator(late, lost), fill_after=SOON, **how) as group:
+        found = group.each(lambda one: steps_of(one, steps))
+        reports = [one.report().total for one in group.synchronizers]
+    with group_of(5, "thc", LocalAggregator(late), **how) as group:
+        expected = group.each(lambda one: steps_of(one, steps))
+        num_late = [one.report().total.late_elements for one in group.synchronizers]
+    for rank, ((means, kept), (full, residuals)) in enumerate(zip(found, expected, strict=True)):
+        assert all(torch.equal(left, right) for left, right in zip(kept, residuals, strict=True))
+        num_filled = 0
+        for step in range(steps):
+            filled = by_element(np.array([lost(step, 1, packet, rank) for packet in range(5)]))
+            assert torch.equal(means[step], torch.where(filled, 0.0, full[step]))
+            num_filled += int(filled.sum())
+        assert reports[rank].filled_elements == num_filled > NUMEL
+        assert reports[rank].late_elements <= num_late[rank], "who fills does not know"
+
+
+def test_the_first_filled_sum_is_a_warning_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    aggregator = LocalAggregator(lost=lambda step, stream, packet, rank: step > 0 and stream == 1 and rank == 1)
+    with group_of(3, "thc", aggregator, fill_after=SOON) as group:
+        group.each(lambda one: steps_of(one, 4))
+    (warning,) = [each.getMessage() for each in caplog.records if "fill_after" in each.getMessage()]
+    assert "A sum of 'w' did not come within 0.02 s, and rank 1 took zeros" in warning
+    assert "call handle.synchronize_replicas() after each epoch" in warning
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.75])
+def test_ranks_of_a_real_server_that_loses_datagrams_fill_and_go_on(fraction: float) -> None:
+    """Means are those that others have, or zeros in whole packets."""
+    world_size, steps = 4, 10
+    server = AggregationServer(AggregationOptions(world_size, udp=True, drop=0.4))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    there = gw.Aggregator(
+        f"127.0.0.1:{server.address[1]}", fraction, late="dropped", fill_after=SOON / 8, packet_elements=PACKET
+    )  # fmt: skip
+    plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
+    with ranks(world_size, plan, seed=SEED, server=there, tensors=specs) as group:
+        found = group.each(lambda one: steps_of(one, steps)[0])
+        num_filled = sum(one.report().total.filled_elements for one in group.synchronizers)
+    thread.join(30)
+    assert not thread.is_alive(), "all have said goodbye"
+    zeros = 0
+    for step in range(steps):
+        for start in range(0, NUMEL, PACKET):
+            packets = [means[step][start : start + PACKET] for means in found]
+            received = [packet for packet in packets if packet.any()]
+            assert all(torch.equal(packet, received[0]) for packet in received)
+            zeros += sum(packet.numel() for packet in packets if not packet.any())
+    assert zeros == num_filled > 0
 
 
 # -- gradients that are not finite ---------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -96,6 +98,45 @@ def test_a_later_round_does_not_discard_the_current_one():
     end.receive(pack(PacketKind.DATA, PacketKey(3, 1, 0), 0, EPOCH, payload(1)), 0.0)
     with pytest.raises(FrameError, match="while round 3 is not complete"):
         end.receive(pack(PacketKind.DATA, PacketKey(4, 1, 0), 1, EPOCH, payload(1)), 0.0)
+
+
+def filling():
+    """A configuration whose first stream is filled after a second, a server, and its worker 0 over a connection."""
+    config = replace(CONFIG, fill_seconds=1.0)
+    worker = WorkerStateMachine(config, 0)
+    list(worker.joined(EPOCH, 0.0))
+    out = np.full(config.streams[0].size, 7, config.result_dtype(0))
+    body = np.zeros(config.payload_bytes(0, config.streams[0].size), np.uint8)
+    request = worker.submit(3, 0, body, out, FrameFlags.USED, 100.0)
+    return AggregatorStateMachine(config, EPOCH), worker, request, out
+
+
+def test_a_worker_fills_what_is_late_and_a_later_result_changes_nothing():
+    server, worker, request, out = filling()
+    sent = list(worker.poll(2.0))
+    assert worker.deadline() == 3.0 and worker.fill(2.9) == [] and (out == 7).all()
+    assert worker.fill(3.0) == [request]
+    assert not out.any() and request.reply().filled.all() and not request.reply().counts.any()
+    for packet in sent:
+        other = pack(PacketKind.DATA, unpack(packet).key, 1, EPOCH, unpack(packet).body)
+        messages = server.receive(packet, 3.0) + server.receive(other, 3.0)
+        (result,) = [each.packet for each in messages if unpack(each.packet).kind is PacketKind.RESULT]
+        assert worker.receive(result, 3.1) == ([], [])
+    assert not out.any() and worker.counters.filled == worker.counters.duplicates == len(sent)
+
+
+def test_a_result_that_the_server_no_longer_has_is_filled_at_once():
+    server, worker, request, _ = filling()
+    sent = list(worker.poll(0.0))
+    later = [pack(PacketKind.DATA, unpack(each).key._replace(round=4), 1, EPOCH, unpack(each).body) for each in sent]
+    done = []
+    for early, late in zip(sent, later, strict=True):
+        server.receive(early, 0.0)
+        assert all(unpack(each.packet).kind is not PacketKind.WANTED for each in server.receive(late, 0.1))
+        ((_, obsolete),) = server.receive(early, 0.2)
+        done += worker.receive(obsolete, 0.2)[0]
+    assert done == [request] and server.counters.abandoned == len(sent)
+    assert server.oldest_open() is None, "nobody waits for long"
 
 
 def test_bitmaps_and_lists_of_keys():

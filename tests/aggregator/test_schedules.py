@@ -145,6 +145,78 @@ def test_a_restart_with_partial_sums_ends_the_job():
         run.restart()
 
 
+# -- zeros after a timeout ----------------------------------------------------------------------------------
+
+
+def filled(run) -> int:
+    return sum(counters.filled for counters in run.worker_counters)
+
+
+def test_workers_that_fill_have_zeros_or_the_sum_and_go_on():
+    """However much is lost. Maxima are waited for, whatever they cost."""
+    total = 0
+    for seed in range(20):
+        job = jobs.config(fill_seconds=(0.001, 0.02)[seed % 2])
+        run = jobs.simulation(job, range(6), dataclasses.replace(HARSH, loss=(0.01, 0.3)[seed // 2 % 2]), seed)
+        assert run.run(until=1000)
+        jobs.check(run, range(6))
+        total += filled(run)
+    assert total > 100
+
+
+def test_nothing_is_filled_where_results_come_in_time():
+    run = jobs.simulation(jobs.config(fill_seconds=0.05), ROUNDS, Faults(spread=0.001), 0)
+    assert run.run(until=1000)
+    jobs.check(run, ROUNDS)
+    assert not filled(run) and not run.server_counters[0].abandoned
+
+
+def losing_sums(run, lost):
+    """Let a network lose the packets of sums that `lost` chooses by receiver and packet."""
+    send = run.network.send
+
+    def losing(receiver, datagram):
+        packet = unpack(datagram)
+        if run.config.fills(packet.key.stream) and lost(receiver, packet):
+            return
+        send(receiver, datagram)
+
+    run.network.send = losing
+
+
+def test_a_worker_that_is_not_heard_is_in_no_sum_and_the_next_round_replaces_it():
+    job = jobs.config(fill_seconds=0.02)
+    run = jobs.simulation(job, range(8), Faults(), 0)
+    losing_sums(run, lambda receiver, packet: receiver == SERVER and packet.worker == 2 and packet.key.round < 2)
+    assert run.run(until=1000)
+    jobs.check(run, range(8))
+    filled_in = {round_: set() for round_ in range(8)}
+    for (_, round_, stream), result in run.results.items():
+        filled_in[round_].update(result.reply.filled.tolist() if job.fills(stream) else ())
+    assert filled_in[0] == filled_in[1] == {True} and filled_in[7] == {False}  # once its window is wide again
+    assert run.server_counters[0].abandoned >= 2 * 4  # packets of sums
+
+
+def test_a_worker_alone_may_fill_and_the_others_have_the_sum():
+    run = jobs.simulation(jobs.config(fill_seconds=0.02), range(1), Faults(), 0)
+    losing_sums(run, lambda receiver, packet: receiver == 1 and packet.kind is PacketKind.RESULT)
+    assert run.run(until=1000)
+    jobs.check(run, range(1))
+    assert [counters.filled for counters in run.worker_counters] == [0, 4, 0]
+    assert run.server_counters[0].taken == 3 * 5
+
+
+def test_a_restart_ends_no_job_that_fills():
+    for seed in range(10):
+        job = jobs.config(fill_seconds=0.02)
+        run = jobs.simulation(job, ROUNDS, HARSH, seed, pace=lambda worker, place: 0.01 * worker)
+        for at in (0.004, 0.03):
+            if not run.run(until=at):
+                run.restart()
+        assert run.run(until=1000)
+        jobs.check(run, ROUNDS)
+
+
 # -- timers -------------------------------------------------------------------------------------------------
 
 

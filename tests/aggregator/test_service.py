@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -47,7 +48,12 @@ def test_servers_are_a_sequence_or_a_text() -> None:
 
 @pytest.mark.parametrize(
     ("option", "values"),
-    [("fraction", (0.9, 1.0)), ("late", ("kept", "dropped")), ("divide_by", ("all", "counted"))],
+    [
+        ("fraction", (0.9, 1.0)),
+        ("late", ("kept", "dropped")),
+        ("divide_by", ("all", "counted")),
+        ("fill_after", (None, timedelta(seconds=0.1))),
+    ],
 )
 def test_ranks_with_different_server_options_disagree_before_anything_is_sent(option: str, values: Any) -> None:
     plan, aggregator = Plan({"w": "thc"}, strategy="server"), LocalAggregator()
@@ -80,6 +86,16 @@ def test_unknown_policies_are_reported_with_the_known_ones() -> None:
         gw.Aggregator("there:7071", divide_by="ranks")
 
 
+def test_a_rank_that_may_fill_keeps_nothing_that_was_late() -> None:
+    with pytest.raises(
+        OptionError, match=r'cannot keep it\. With fill_after and fraction below 1, pass late="dropped"'
+    ):
+        gw.Aggregator("there:7071", fraction=0.75, fill_after=timedelta(seconds=0.1))
+    with pytest.raises(OptionError, match=r"Pass timedelta\(seconds=0.1\), or leave it out"):
+        gw.Aggregator("there:7071", fill_after=timedelta(0))
+    assert gw.Aggregator("there:7071", fraction=0.75, late="dropped", fill_after=timedelta(1)).replicas_may_differ
+
+
 def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
     with group_of(2, "thc", LocalAggregator()) as group:
         for said in outcomes(group, lambda one: one.submit([GradientSlice("w", torch.zeros(1024))])):
@@ -94,8 +110,13 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
 def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
     full = gw.make("thc", rotate="full")
     with (
-        pytest.raises(OptionError, match='Pass rotate="block", or fraction=1'),
+        pytest.raises(OptionError, match=r'which fraction=0\.6 needs\. Pass rotate="block", or leave the option out'),
         group_of(3, full, LocalAggregator(), 0.6),
+    ):
+        pass
+    with (
+        pytest.raises(OptionError, match=r"which fill_after=0\.1 s needs"),
+        group_of(3, full, LocalAggregator(), fill_after=timedelta(seconds=0.1)),
     ):
         pass
     aggregator = LocalAggregator()

@@ -112,12 +112,12 @@ def test_packets_of_an_ethernet_frame_have_the_papers_1024_indices_or_half_of_th
 
 def test_counts_by_block() -> None:
     counted = np.array([[True, True], [True, False]])
-    reply = Reply(counted.sum(1), counted, FrameFlags.NONE, 2048)
+    reply = Reply(counted.sum(1), counted, FrameFlags.NONE, 2048, np.zeros(counted.shape[0], bool))
     assert reply.counts_of_blocks(1024, 3).tolist() == [2, 2, 1]
     assert reply.counted_blocks(1, 2048, 2).tolist() == [True, False]
     with pytest.raises(ValueError, match="packet_elements as a multiple"):
         reply.counts_of_blocks(4096, 1)
-    same = Reply(np.array([2, 2]), np.ones((2, 2), bool), FrameFlags.NONE, 1024)
+    same = Reply(np.array([2, 2]), np.ones((2, 2), bool), FrameFlags.NONE, 1024, np.zeros(2, bool))
     assert same.counts_of_blocks(4096, 1).tolist() == [2]
     assert same.counts_of_blocks(1024, 3).tolist() == [2] * 3, "blocks may be shorter than the compressor's, if full"
 

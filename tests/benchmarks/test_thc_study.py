@@ -12,7 +12,15 @@ from benchmarks.papers.thc import loss as thc_loss
 from benchmarks.papers.thc import scale as thc_scale
 from benchmarks.papers.thc import study
 from benchmarks.papers.thc.simulated_training import train
-from benchmarks.papers.thc.simulated_workers import Dense, IntegerSums, LeftOut, PacketLoss, Reencoded, Stragglers
+from benchmarks.papers.thc.simulated_workers import (
+    Dense,
+    DenseSums,
+    IntegerSums,
+    LeftOut,
+    PacketLoss,
+    Reencoded,
+    Stragglers,
+)
 from benchmarks.papers.thc.tasks import SST2
 
 from benchmarks import runner
@@ -74,8 +82,18 @@ def test_methods_of_loss_are_what_they_are_called():
     made = {method: thc_loss.faults(study.Cell("", method, 10, 5)) for method in thc_loss.METHODS}
     assert made["loss 0.01, synchronized"] == made["loss 0.01"] == (PacketLoss(0.01, 5), LeftOut())
     assert made["2 of 10 left out, kept"] == (Stragglers(2, 5), LeftOut(keep=True))
-    synchronized = [m for m in thc_loss.METHODS if thc_loss.sync(study.Cell("", m, 10, 5)) is not None]
+    synchronized = [m for m in thc_loss.CONTROLS if thc_loss.sync(study.Cell("", m, 10, 5)) is not None]
     assert synchronized == ["loss 0.001, synchronized", "loss 0.01, synchronized"]
+
+
+def test_every_fault_has_a_dense_control():
+    for method, control in thc_loss.CONTROLS.items():
+        cells = [study.Cell("", each, 10, 5) for each in (method, control)]
+        compressed, dense = (thc_loss.aggregator(cell, SIZE) for cell in cells)
+        assert isinstance(compressed, IntegerSums) and isinstance(dense, DenseSums)
+        assert (dense.faults, dense.left_out) == (compressed.faults, compressed.left_out)
+        assert (dense.num_packets, dense.packet) == (compressed.num_packets, compressed.packet)
+        assert len({thc_loss.sync(cell) is None for cell in cells}) == 1
 
 
 @pytest.mark.parametrize("learns_words", [True, False])

@@ -389,6 +389,18 @@ def test_what_is_not_dense_in_memory_is_in_the_order_of_its_dimensions() -> None
 # -- parameters ----------------------------------------------------------------------------------------------------
 
 
+def test_replicated_tensors_are_all_that_ddp_is_not_told_to_ignore() -> None:
+    one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    one[0].weight.requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(one, ["2.bias", "1.running_var"])
+    ddp = DistributedDataParallel(one)
+    one[1].running_mean = torch.ones(2)
+    parameters, buffers = torch_private.replicated_tensors(ddp)
+    named = dict(one.named_parameters())
+    assert [id(each) for each in parameters] == [id(named[name]) for name in named if name != "2.bias"]
+    assert [id(each) for each in buffers] == [id(one[1].running_mean), id(one[1].num_batches_tracked)]
+
+
 def test_trained_parameters_are_those_that_ddp_would_take_now_and_buckets_have_those_it_took() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

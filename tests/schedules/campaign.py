@@ -6,8 +6,9 @@
     python -m tests.schedules --xdp --schedules 100000 --record build/xdp.jsonl    # goes on where it was ended
 
 Each schedule is a job with random workers, window, loss of up to a half, repetition, reordering, truncation, flipped
-bits, slow workers, fraction, and restarts of the server. Every result of every worker is compared, bit for bit, with a
-model that has no packets. `tests/aggregator/test_schedules.py` is the short form.
+bits, slow workers, fraction, sums that are filled with zeros after a while, and restarts of the server. Every result of
+every worker is compared, bit for bit, with a model that has no packets. `tests/aggregator/test_schedules.py` is the
+short form.
 
 With `--xdp`, each packet to the server goes to the program of `gradwire.aggregator.xdp`, with a tag in every second
 schedule. Its answers travel on, and each is compared with that of the server without I/O, byte by byte
@@ -49,6 +50,8 @@ def schedule(seed: int, *, xdp: bool = False) -> Counter[str]:
     rng = random.Random(seed)
     world_size = rng.choice((1, 2, 2, 3, 3, 4, 5, 8))
     options = {"fraction": 0.75, "max_misses": rng.choice((1, 3, 8))} if rng.random() < 0.3 else {}
+    if not xdp:
+        options["fill_seconds"] = rng.choice((0.0, 0.0, 0.0, 0.01, 0.5))
     job = (kernel.kernel_config if xdp else jobs.small_config)(world_size, **options)
     rounds = sorted(rng.sample([0, 1, 2, 255, 256, 1 << 16, 1 << 32, (1 << 64) - 2], 3))
     faults = Faults(
@@ -75,6 +78,7 @@ def schedule(seed: int, *, xdp: bool = False) -> Counter[str]:
     done["restarts"] = len(run.server_counters) - 1
     done["added"] = sum(counters.taken for counters in run.server_counters)
     done["late"] = sum(counters.late for counters in run.server_counters)
+    done["filled"] = sum(counters.filled for counters in run.worker_counters)
     return done
 
 

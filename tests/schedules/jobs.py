@@ -14,7 +14,7 @@ from gradwire.aggregator.session import (
     Stream,
 )
 from gradwire.kernels import reference
-from tests.schedules.simulation import AggregationSimulation
+from tests.schedules.simulation import AggregationSimulation, Result
 
 WIDE = IndexTable(4, tuple(2 * value for value in range(16)), 16)
 NARROW = IndexTable(2, (0, 3, 8, 15), 8)
@@ -67,22 +67,29 @@ def simulation(job: SessionConfig, rounds, faults, seed: int, **options) -> Aggr
 
 
 def check(run: AggregationSimulation, rounds) -> None:
-    """Check that all workers have all results, identical, and equal to the sums of the counted workers."""
-    job = run.config
+    """Check that all workers have all results: those that were not filled are identical, and sums of the counted."""
     for round_ in rounds:
-        for stream in range(len(job.streams)):
-            first = run.results[0, round_, stream]
-            for worker in range(1, job.world_size):
-                other = run.results[worker, round_, stream]
-                assert other.values.tobytes() == first.values.tobytes()
-                assert (other.reply.counted == first.reply.counted).all()
-                assert (other.reply.counts == first.reply.counts).all()
-                assert other.reply.flags == first.reply.flags
-            for packet in range(job.num_packets(stream)):
-                counted = np.flatnonzero(first.reply.counted[packet]).tolist()
-                place = job.place(stream, packet)
-                assert first.reply.counts[packet] == len(counted)
-                assert first.values[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
-                if job.needed == job.world_size:
-                    gave = [w for w in range(job.world_size) if payload(job, w, round_, stream) is not None]
-                    assert counted == gave
+        for stream in range(len(run.config.streams)):
+            results = [run.results[worker, round_, stream] for worker in range(run.config.world_size)]
+            for packet in range(run.config.num_packets(stream)):
+                _check_packet(run.config, results, round_, stream, packet)
+            if not any(result.reply.filled.any() for result in results):
+                assert len({result.reply.flags for result in results}) == 1
+
+
+def _check_packet(job: SessionConfig, results: list[Result], round_: int, stream: int, packet: int) -> None:
+    place = job.place(stream, packet)
+    for reply, values in ((result.reply, result.values[place]) for result in results):
+        if reply.filled[packet]:
+            assert job.fills(stream) and not (values.any() or reply.counts[packet] or reply.counted[packet].any())
+    received = [result for result in results if not result.reply.filled[packet]]
+    if not received:
+        return
+    assert len({result.values[place].tobytes() for result in received}) == 1
+    assert len({result.reply.counted[packet].tobytes() for result in received}) == 1
+    reply = received[0].reply
+    counted = np.flatnonzero(reply.counted[packet]).tolist()
+    assert {result.reply.counts[packet] for result in received} == {len(counted)}
+    assert received[0].values[place].tobytes() == expected(job, round_, stream, place, counted).tobytes()
+    if job.needed == job.world_size:
+        assert counted == [w for w in range(job.world_size) if payload(job, w, round_, stream) is not None]

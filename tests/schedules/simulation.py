@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.aggregator.packet import SERVER, PacketCounters
-from gradwire.aggregator.request import Reply
+from gradwire.aggregator.request import AggregationRequest, Reply
 from gradwire.aggregator.retransmission import Window
 from gradwire.aggregator.server import EVERYONE, AggregatorStateMachine, PacketToSend
 from gradwire.aggregator.session import SessionConfig
@@ -146,6 +146,7 @@ class AggregationSimulation:
         now = self.network.now
         if not worker.waits_for:
             self._next_round(worker)
+        self._finish(worker, worker.end.fill(now))
         self._send_to_server(worker, worker.end.poll(now))
 
     def _next_round(self, worker: _Worker) -> None:
@@ -167,13 +168,16 @@ class AggregationSimulation:
         with contextlib.suppress(FrameError):
             done, datagrams = worker.end.receive(arrival.data, self.network.now)
             self._send_to_server(worker, datagrams)
-            for submission in done:
-                key = worker.end.worker, submission.round, submission.stream
-                self.results[key] = Result(worker.outs[submission.stream], submission.reply())
-                worker.waits_for -= 1
-            if done and not worker.waits_for:
-                worker.round += 1
-                worker.starts_at = self.network.now + self._pace(worker.end.worker, worker.round)
+            self._finish(worker, done)
+
+    def _finish(self, worker: _Worker, done: Sequence[AggregationRequest]) -> None:
+        for submission in done:
+            key = worker.end.worker, submission.round, submission.stream
+            self.results[key] = Result(worker.outs[submission.stream], submission.reply())
+            worker.waits_for -= 1
+        if done and not worker.waits_for:
+            worker.round += 1
+            worker.starts_at = self.network.now + self._pace(worker.end.worker, worker.round)
 
     def _send_to_server(self, worker: _Worker, packets: Sequence[np.ndarray]) -> None:
         for packet in packets:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,11 @@ class LocalAggregator:
 
     Args:
         late: Decides who is late; by default nobody.
+        lost: Decides who does not get a result in time, and fills it; by default nobody.
     """
 
-    def __init__(self, late: Late = lambda *_: False) -> None:
-        self.late = late
+    def __init__(self, late: Late = lambda *_: False, lost: Late = lambda *_: False) -> None:
+        self.late, self.lost = late, lost
         self.config: SessionConfig | None = None
         self.replies: list[tuple[int, int, Reply]] = []  # round, stream
         self._rounds: dict[tuple[int, int], _Round] = {}
@@ -82,9 +83,17 @@ class LocalAggregator:
             del self._rounds[key]
         reply = self._sum(key, round_)
         self.replies.append((*key, reply))
-        for _, _, _, waiting in round_.submissions.values():
-            waiting.set_result(reply)
+        for rank, (_, out, _, waiting) in round_.submissions.items():
+            waiting.set_result(self._received(key, rank, reply, out))
         return future
+
+    def _received(self, key: tuple[int, int], rank: int, reply: Reply, out: np.ndarray) -> Reply:
+        """Return what a rank receives of a result, with zeros in packets that it does not get in time."""
+        assert self.config is not None, "a rank has connected"
+        filled = np.array([self.lost(*key, packet, rank) for packet in range(reply.counts.size)])
+        for packet in np.flatnonzero(filled):
+            out[self.config.place(key[1], packet)] = 0
+        return replace(reply, counts=reply.counts * ~filled, counted=reply.counted & ~filled[:, None], filled=filled)
 
     def _sum(self, key: tuple[int, int], round_: _Round) -> Reply:
         assert self.config is not None, "a rank has connected"
@@ -113,7 +122,7 @@ class LocalAggregator:
         for _, out, _, _ in round_.submissions.values():
             assert not is_sum or total.max(initial=0) <= np.iinfo(out.dtype).max
             out[:] = total
-        return Reply(counted.sum(axis=1), counted, heard, config.packet_size(stream))
+        return Reply(counted.sum(axis=1), counted, heard, config.packet_size(stream), np.zeros(num_packets, bool))
 
     def _values(self, stream: int, payload: np.ndarray) -> np.ndarray:
         assert self.config is not None, "a rank has connected"

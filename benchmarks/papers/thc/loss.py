@@ -7,6 +7,9 @@ consequences; there is no retransmission. With packet loss, accuracy is the mean
 Stragglers: "dropped" is the paper's policy. "kept" leaves a straggler's gradient in its residual and divides by the
 gradients that were counted, "kept, over all" by the number of workers.
 
+Each of these has a control ("dense, ..."): no compression, with the same packets lost or the same workers left out in
+the same steps. The difference from its control is what THC costs under these faults.
+
 Source: THC (Li et al. 2024), figures 11 and 16: 10 workers, bits 4, granularity 20, p = 1/512. Differences: a net with
 66 thousand parameters (66 packets) on 4,000 images of CIFAR-10 instead of ResNet50 on CIFAR-100, 8 images per worker
 instead of 128, and a training of 250 steps.
@@ -26,6 +29,7 @@ from benchmarks.papers.thc.scale import homomorphic
 from benchmarks.papers.thc.simulated_training import EpochSync
 from benchmarks.papers.thc.simulated_workers import (
     Aggregator,
+    DenseSums,
     Faults,
     IntegerSums,
     LeftOut,
@@ -34,7 +38,7 @@ from benchmarks.papers.thc.simulated_workers import (
     Stragglers,
 )
 from benchmarks.papers.thc.tasks import CIFAR10
-from benchmarks.plotting import figure
+from benchmarks.plotting import figure, legend_below
 
 KEY, CHOICES, METRICS = study.KEY, ("seeds",), study.METRICS
 RANKS, EPOCHS, SAMPLES, SEEDS = 10, 5, 4000, 3
@@ -43,24 +47,27 @@ LEFT_OUT = {"dropped": LeftOut(), "kept": LeftOut(keep=True), "kept, over all": 
 THC, SYNCHRONIZED = "thc", ", synchronized"
 LOSSY = [f"loss {rate:g}{sync}" for rate in LOSSES for sync in ("", SYNCHRONIZED)]
 LATE = [f"{count} of {RANKS} left out, {policy}" for count in (1, 2, 3) for policy in LEFT_OUT]
-METHODS = (THC, *LOSSY, *LATE)
+CONTROL = f"{study.DENSE}, "
+CONTROLS = {THC: study.DENSE} | {method: CONTROL + method for method in (*LOSSY, *LATE)}
+METHODS = (*CONTROLS, *list(CONTROLS.values())[1:])
 
 
 def faults(cell: study.Cell) -> tuple[Faults, LeftOut]:
     """What happens to the packets of a cell, and to gradients that are left out."""
-    if cell.method in LOSSY:
-        return PacketLoss(float(cell.method.removesuffix(SYNCHRONIZED).removeprefix("loss ")), cell.seed), LeftOut()
-    if cell.method in LATE:
-        late, _, policy = cell.method.partition(", ")
+    method = cell.method.removeprefix(CONTROL)
+    if method in LOSSY:
+        return PacketLoss(float(method.removesuffix(SYNCHRONIZED).removeprefix("loss ")), cell.seed), LeftOut()
+    if method in LATE:
+        late, _, policy = method.partition(", ")
         return Stragglers(int(late.split()[0]), cell.seed), LEFT_OUT[policy]
     return Reliable(), LeftOut()
 
 
 def aggregator(cell: study.Cell, size: int) -> Aggregator:
     """Aggregator of a cell."""
-    if cell.method == study.DENSE:
-        return study.dense(cell, size)
     on_the_way, left_out = faults(cell)
+    if cell.method in CONTROLS.values():
+        return DenseSums(cell.ranks, size, faults=on_the_way, left_out=left_out)
     codec = homomorphic(granularity=20, p=1 / 512)
     return IntegerSums(codec, cell.ranks, size, cell.seed, faults=on_the_way, left_out=left_out)
 
@@ -71,31 +78,45 @@ def sync(cell: study.Cell) -> EpochSync | None:
 
 
 def table(rows: study.Rows) -> str:
-    """Markdown table of accuracies, differences from dense in percentage points, and distances between replicas."""
-    lines = ["| | training, % | difference | test, % | difference | replicas apart, % |", "|---|---|---|---|---|---|"]
-    for method in (study.DENSE, *METHODS):
-        cells = []
-        for metric in METRICS:
-            cells.append(f"{100 * study.mean_of(rows, 'cifar10', method, RANKS, metric):.1f}")
-            cells.append(study.plus_minus(study.difference(rows, "cifar10", method, RANKS, metric)))
-        apart = study.mean_of(rows, "cifar10", method, RANKS, "replicas_apart")
-        lines.append(f"| {method} | {' | '.join(cells)} | {f'{100 * apart:.1f}' if apart else ''} |")
+    """Markdown tables of accuracies above dense without faults in percentage points, for THC and its controls."""
+    return "\n\n".join([*(_table(rows, metric, title) for metric, title in METRICS.items()), _distances(rows)])
+
+
+def _table(rows: study.Rows, metric: str, title: str) -> str:
+    base = study.mean_of(rows, "cifar10", study.DENSE, RANKS, metric)
+    lines = [f"| {title}, dense {100 * base:.1f} % | dense | thc | thc, from dense |", "|---|---|---|---|"]
+    for method, control in CONTROLS.items():
+        pairs = ((control, study.DENSE), (method, study.DENSE), (method, control))
+        found = (study.difference(rows, "cifar10", of, RANKS, metric, base) for of, base in pairs)
+        lines.append(f"| {_label(method)} | {' | '.join(map(study.plus_minus, found))} |")
+    return "\n".join(lines)
+
+
+def _label(method: str) -> str:
+    return "no faults" if method == THC else method
+
+
+def _distances(rows: study.Rows) -> str:
+    lines = ["| replicas apart, % | dense | thc |", "|---|---|---|"]
+    for method in LOSSY:
+        each = (study.mean_of(rows, "cifar10", of, RANKS, "replicas_apart") for of in (CONTROLS[method], method))
+        lines.append(f"| {method} | {' | '.join(f'{100 * apart:.1f}' for apart in each)} |")
     return "\n".join(lines)
 
 
 def plot(rows: study.Rows, folder: Path) -> None:
-    """Plot differences from dense: THC alone, under packet loss, and with stragglers."""
-    groups = (("#444444", (THC,)), ("#c1440e", LOSSY), ("#2f6db5", LATE))
-    with figure(folder / "thc-loss.svg", columns=2, size=(12, 4.4)) as axes:
+    """Plot accuracy above dense without faults, of THC and of its controls."""
+    series = (("#c1440e", "thc", CONTROLS), ("#444444", "dense", CONTROLS.values()))
+    with figure(folder / "thc-loss.svg", columns=2, size=(12, 4.8)) as axes:
         for axis, (metric, title) in zip(axes[0], METRICS.items()):
-            first = 0
-            for color, methods in groups:
+            for shift, (color, label, methods) in enumerate(series):
                 found = {method: study.difference(rows, "cifar10", method, RANKS, metric) for method in methods}
-                study.plot_differences(axis, found, False, first, color=color)
-                first += len(methods)
-            axis.set_yticks(range(len(METHODS)), METHODS if axis is axes[0][0] else [""] * len(METHODS), fontsize=8)
+                study.plot_differences(axis, found, False, 0.3 * shift, color=color, label=label)
+            names = map(_label, CONTROLS) if axis is axes[0][0] else [""] * len(CONTROLS)
+            axis.set_yticks(range(len(CONTROLS)), names, fontsize=8)
             study.finish(axis)
-            axis.set(xlabel=f"{title}, points above dense")
+            axis.set(xlabel=f"{title}, points above dense without faults")
+        legend_below(axes[0, 0])
 
 
 def run(

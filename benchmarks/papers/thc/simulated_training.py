@@ -115,7 +115,8 @@ class Outcome(NamedTuple):
     Attributes:
         accuracy: Mean over replicas by split. Each replica classifies a part of the samples.
         losses: Training loss of each step, averaged over workers.
-        apart: Root mean square distance of replicas from their mean, relative to its norm.
+        apart: Root mean square distance of replicas from their mean, relative to its norm, after the last step and
+            before they synchronize.
     """
 
     accuracy: dict[str, float]
@@ -132,7 +133,7 @@ def train(task: Task, aggregator: Aggregator, seed: int, sync: EpochSync | None 
         replicas.append(task.replica())
     generator = torch.Generator().manual_seed(seed)
     steps_an_epoch = task.num_samples // (num_workers * task.batch_size)
-    num_steps, losses = task.num_epochs * steps_an_epoch, list[float]()
+    num_steps, losses, apart = task.num_epochs * steps_an_epoch, list[float](), 0.0
     for _ in range(task.num_epochs):
         order = torch.randperm(task.num_samples, generator=generator)
         for samples in order[: steps_an_epoch * num_workers * task.batch_size].split(num_workers * task.batch_size):
@@ -142,9 +143,10 @@ def train(task: Task, aggregator: Aggregator, seed: int, sync: EpochSync | None 
             for replica, mean in zip(replicas, means):
                 replica.apply(mean, task.rate((len(losses) + 0.5) / num_steps, num_workers))
             losses.append(sum(loss for _, loss in found) / num_workers)
+        apart = _apart(replicas)
         if sync is not None:
             sync(replicas, aggregator.lost)
-    return Outcome({split: _accuracy(task, replicas, split) for split in ("train", "test")}, losses, _apart(replicas))
+    return Outcome({split: _accuracy(task, replicas, split) for split in ("train", "test")}, losses, apart)
 
 
 def _accuracy(task: Task, replicas: Sequence[Replica], split: str) -> float:

@@ -202,6 +202,82 @@ class Dense(Aggregator):
         return [torch.stack(tuple(grads)).mean(0)] * self.num_workers
 
 
+class Lossy(Aggregator):
+    """Sums from which packets are missing, and workers who do not receive all of a mean.
+
+    Args:
+        num_workers: n.
+        num_packets: G.
+        packet: Elements per packet.
+        faults: What happens on the way.
+        left_out: What happens to gradients that are not in the sum.
+    """
+
+    def __init__(
+        self, num_workers: int, num_packets: int, packet: int, faults: Faults | None, left_out: LeftOut | None
+    ) -> None:  # fmt: skip
+        super().__init__(num_workers)
+        self.num_packets, self.packet = num_packets, packet
+        self.faults, self.left_out = faults or Reliable(), left_out or LeftOut()
+        self.diverges = self.faults.diverges
+
+    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """See `Aggregator`."""
+        there, back = self.faults.draw(step, self.num_workers, self.num_packets)
+        mean = self._partial_sum(grads, there, step)
+        self._divide(mean.numpy(), there.sum(0))
+        self.lost += (~back).sum(1)
+        return [self._received(mean, arrived) for arrived in back]
+
+    @abstractmethod
+    def _partial_sum(self, grads: Sequence[torch.Tensor], there: np.ndarray, step: int) -> torch.Tensor:
+        """Sum of the packets that arrived, bool[n, G], divided by n. Gradients that are kept go to residuals."""
+
+    def _divide(self, mean: np.ndarray, counts: np.ndarray) -> None:
+        """Correct the divisor of a sum that was divided by n."""
+        if self.left_out.divisor == "counted":
+            for packet in np.flatnonzero((counts > 0) & (counts < self.num_workers)):
+                mean[self._elements(packet)] *= np.float32(self.num_workers / counts[packet])
+
+    def _received(self, mean: torch.Tensor, arrived: np.ndarray) -> torch.Tensor:
+        """Replace lost packets by gradients of zero. (An integer of zero does not stand for a gradient of zero.)"""
+        if arrived.all():
+            return mean
+        mean = mean.clone()
+        for packet in np.flatnonzero(~arrived):
+            mean[self._elements(packet)] = 0
+        return mean
+
+    def _elements(self, packet: int) -> slice:
+        return slice(packet * self.packet, (packet + 1) * self.packet)
+
+
+class DenseSums(Lossy):
+    """No compression, with the faults of `IntegerSums`: its control. The same packets are lost in the same steps.
+
+    Args:
+        num_workers: n.
+        size: N.
+        packet: Elements per packet.
+        faults: What happens on the way.
+        left_out: What happens to gradients that are not in the sum.
+    """
+
+    def __init__(
+        self, num_workers: int, size: int, *,
+        packet: int = 1024, faults: Faults | None = None, left_out: LeftOut | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_workers, -(-size // packet), packet, faults, left_out)
+        self.kept = np.zeros((num_workers, size), np.float32)
+
+    def _partial_sum(self, grads: Sequence[torch.Tensor], there: np.ndarray, step: int) -> torch.Tensor:
+        each = torch.stack(tuple(grads)).numpy() / np.float32(self.num_workers) + self.kept
+        arrived = np.repeat(there, self.packet, axis=1)[:, : each.shape[1]]
+        if self.left_out.keep:
+            self.kept = np.where(arrived, np.float32(0), each)
+        return torch.from_numpy(np.where(arrived, each, np.float32(0)).sum(0))
+
+
 class Reencoded(Aggregator):
     """Payloads are decoded and added, and the mean is encoded again for the way back. For methods without integer sums.
 
@@ -230,7 +306,7 @@ class Reencoded(Aggregator):
         return [self.again.codec.decode(payload, self.again.context(step))] * self.num_workers
 
 
-class IntegerSums(Aggregator):
+class IntegerSums(Lossy):
     """Table values are added as integers, and all workers decode the sum: `thc` and `uthc`.
 
     Args:
@@ -247,34 +323,27 @@ class IntegerSums(Aggregator):
         self, codec: Homomorphic, num_workers: int, size: int, seed: int, *,
         feedback: str | None = None, faults: Faults | None = None, left_out: LeftOut | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_workers)
+        spec = TensorSpec((size,))
+        num_packets = codec.stats_spec(spec)[0][0]
+        super().__init__(num_workers, num_packets, codec.block if num_packets > 1 else size, faults, left_out)
         self.codec = codec
         self.workers = [
             Encoder(codec, size, rank, num_workers, seed, feedback=feedback) for rank in range(num_workers)
         ]  # fmt: skip
-        self.faults, self.left_out = faults or Reliable(), left_out or LeftOut()
-        self.diverges = self.faults.diverges
-        spec = TensorSpec((size,))
-        self.num_packets = codec.stats_spec(spec)[0][0]
-        self.packet = codec.block if self.num_packets > 1 else size
         shared, num_values = 4 * sum(count for count, _ in codec.stats_spec(spec)), codec.accumulator_size(spec)
         packed = index_bytes(num_values - 1, codec.lookup_table(num_workers).bits)
         self.bits_there = 8 * (shared + packed) / size
         self.bits_back = 8 * (shared + num_values * codec.accumulator_dtype(num_workers).itemsize) / size
 
-    def means(self, grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        """See `Aggregator`."""
+    def _partial_sum(self, grads: Sequence[torch.Tensor], there: np.ndarray, step: int) -> torch.Tensor:
         stats = self._preliminary_round(grads, step)
         payloads = [worker.encode(grad, step, stats) for worker, grad in zip(self.workers, grads)]
-        there, back = self.faults.draw(step, self.num_workers, self.num_packets)
         if self.left_out.keep:
             self._take_back(payloads, there, stats, step)
         first = self.workers[0]
         mean = torch.empty(first.spec.shape)
-        self.codec.finalize_blocks(self._sum(payloads, there, step), there.sum(0), first.context(step), stats, mean)
-        self._divide(mean.numpy(), there.sum(0))
-        self.lost += (~back).sum(1)
-        return [self._received(mean, arrived) for arrived in back]
+        total = self._sum(payloads, there, step)
+        return self.codec.finalize_blocks(total, there.sum(0), first.context(step), stats, mean)
 
     def _preliminary_round(self, grads: Sequence[torch.Tensor], step: int) -> list[np.ndarray]:
         each = zip(*(worker.stats(grad, step) for worker, grad in zip(self.workers, grads)))
@@ -295,12 +364,6 @@ class IntegerSums(Aggregator):
             accumulator += values
         return accumulator[:-1]
 
-    def _divide(self, mean: np.ndarray, counts: np.ndarray) -> None:
-        """Correct the divisor of a decoded sum, whose gradients are scaled by 1/n."""
-        if self.left_out.divisor == "counted":
-            for packet in np.flatnonzero((counts > 0) & (counts < self.num_workers)):
-                mean[self._elements(packet)] *= np.float32(self.num_workers / counts[packet])
-
     def _take_back(
         self, payloads: Sequence[Payload], there: np.ndarray, stats: Sequence[np.ndarray], step: int
     ) -> None:  # fmt: skip
@@ -310,15 +373,3 @@ class IntegerSums(Aggregator):
                 for packet in np.flatnonzero(arrived):
                     values[self._elements(packet)] = 0
                 worker.take_back(values)
-
-    def _received(self, mean: torch.Tensor, arrived: np.ndarray) -> torch.Tensor:
-        """Replace lost packets by gradients of zero. (An integer of zero does not stand for a gradient of zero.)"""
-        if arrived.all():
-            return mean
-        mean = mean.clone()
-        for packet in np.flatnonzero(~arrived):
-            mean[self._elements(packet)] = 0
-        return mean
-
-    def _elements(self, packet: int) -> slice:
-        return slice(packet * self.packet, (packet + 1) * self.packet)

@@ -71,9 +71,11 @@ def by_seed(rows: Rows, task: str, method: str, ranks: int, metric: str) -> dict
     return {row["seed"]: row["value"] for row in rows if all(row[key] == value for key, value in wanted.items())}
 
 
-def difference(rows: Rows, task: str, method: str, ranks: int, metric: str) -> tuple[float, float]:
-    """Accuracy above dense in percentage points, over pairs with the same seed: mean and half of the interval."""
-    own, base = (by_seed(rows, task, each, ranks, metric) for each in (method, DENSE))
+def difference(
+    rows: Rows, task: str, method: str, ranks: int, metric: str, control: str = DENSE
+) -> tuple[float, float]:
+    """Accuracy above a control in percentage points, over pairs with the same seed: mean and half of the interval."""
+    own, base = (by_seed(rows, task, each, ranks, metric) for each in (method, control))
     return interval([100 * (own[seed] - base[seed]) for seed in own if seed in base])
 
 

@@ -293,8 +293,11 @@ class AggregationClient(Client):
                     with contextlib.suppress(FrameError):  # counted
                         self._take(packet, from_group=source is not self._datagrams)
         with self._changed:
+            finished = self._finish(self._worker.fill(time.monotonic()))
             self._send_due()
             self._check_lost("aggregation")
+        for future, reply in finished:
+            future.set_result(reply)
 
     # -- packets ---------------------------------------------------------------------------------------------
 
@@ -309,11 +312,15 @@ class AggregationClient(Client):
                 return
             for packet in packets:
                 self._send(packet)
-            finished = [(self._futures.pop(request), request.reply()) for request in done]
+            finished = self._finish(done)
             self._num_losses = 0 if done else self._num_losses
             self._send_due()
         for future, reply in finished:
             future.set_result(reply)
+
+    def _finish(self, done: list[AggregationRequest]) -> list[tuple[Future[Reply], Reply]]:
+        """Return the futures to complete, without the lock, with their results."""
+        return [(self._futures.pop(request), request.reply()) for request in done]
 
     def _send_due(self) -> None:
         try:

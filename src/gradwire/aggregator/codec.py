@@ -11,11 +11,16 @@ things. They derive them from the server's answers, which are identical on all r
   If the rank was heard in neither, it drops its gradient and keeps its residual, and the others go on.
 - *The divisor* of each packet: the number of all ranks, or of those counted and absent.
 
+With `Aggregator.fill_after`, a rank takes zeros for the mean of a packet whose sum does not come in time, and no other
+rank knows. Statistics are always waited for, so that all ranks decode by the same.
+
 Guarantees: kept, and divided by all, what was produced is the sum of all means and residuals. Divided by the counted,
 the same holds with each mean weighted by its share of the ranks. Dropped, residuals are bit for bit those of a job in
-which no rank is late: the payloads that were late are lost, and nothing else.
+which no rank is late: the payloads that were late are lost, and nothing else. Filled, a rank loses the mean of the
+packet, and nothing else: its residual is bit for bit that of a job in which nothing is filled.
 
-Source: THC (Li et al. 2024), section 6: partial aggregation. Differences: in the paper, late gradients are lost.
+Source: THC (Li et al. 2024), section 6: partial aggregation, zeros after a timeout. Differences: in the paper, late
+gradients are lost.
 """
 # Shapes: W = ranks, N = elements of the chunk, G = its blocks, P = its indices
 
@@ -149,9 +154,16 @@ class ServedCodec(AccumulatorCodec):
         if mean is not out:
             kernels.cast(mean.numpy(), as_array(out))
         self._note_overflow(out, computed=was_scaled)
-        if num_late:
-            detail = {"elements": num_late}
-            self._events.emit(Event("late", time.monotonic(), 0.0, self.layout.name, self.job.round, detail=detail))
+        self._count("late", num_late)
+        if reply.filled.any():
+            filled = reply.filled_blocks(self._lookup.block, self._stats[chunk.index][0].size)
+            self._count("filled", int(self._by_element(chunk, filled).sum()))
+            self._service.warn_of_filling(self.layout.name)
+
+    def _count(self, kind: str, elements: int) -> None:
+        if elements:
+            detail = {"elements": elements}
+            self._events.emit(Event(kind, time.monotonic(), 0.0, self.layout.name, self.job.round, detail=detail))
 
     def _write(self, chunk: Chunk, reply: Reply, mean: torch.Tensor) -> bool:
         """Write the mean, and return whether it was scaled to the number of ranks in the sum."""
@@ -172,10 +184,11 @@ class ServedCodec(AccumulatorCodec):
         if chunk.index not in self._sent:
             return 0
         stats = self._stats[chunk.index]
-        counted = reply.counted_blocks(self.rank, self._lookup.block, stats[0].size)
-        if counted.all():
+        blocks = self._lookup.block, stats[0].size
+        late_blocks = ~reply.counted_blocks(self.rank, *blocks) & ~reply.filled_blocks(*blocks)
+        if not late_blocks.any():
             return 0
-        late = self._by_element(chunk, ~counted)
+        late = self._by_element(chunk, late_blocks)
         if self._service.keeps_late:
             self._keep(chunk, late)
         return int(late.sum())

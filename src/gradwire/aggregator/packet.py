@@ -143,6 +143,8 @@ class PacketCounters:
         duplicates: Contributions that were already there, and results that nobody waited for.
         late: Contributions to a sum that had been answered without them.
         taken: Contributions that were added or noted as empty, and results that were waited for.
+        filled: Results that did not come in time, and that the worker has replaced by zeros.
+        abandoned: Sums that were not complete when a worker that had filled them sent its next contribution.
     """
 
     sent: int = 0
@@ -157,6 +159,8 @@ class PacketCounters:
     duplicates: int = 0
     late: int = 0
     taken: int = 0
+    filled: int = 0
+    abandoned: int = 0
 
     @classmethod
     def total(cls, counters: Iterable[PacketCounters]) -> PacketCounters:

@@ -43,7 +43,7 @@ from gradwire.aggregator.session import (
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
 from gradwire.aggregator.xdp.layout import Layout
 from gradwire.aggregator.xdp.seals import keys
-from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames
+from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames, check_waits
 from gradwire.core import threads
 from gradwire.core.counts import Count
 from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
@@ -294,6 +294,7 @@ class AggregationServer(Server):
     def _begin_in_kernel(self, config: SessionConfig) -> KernelSlots | None:
         if self._interface is None:
             return None
+        check_waits(config)
         check_frames(config, self._interface)
         slots = KernelSlots(config, self.options.guard, self.address[1], self._prepared)
         self._interface.run(slots)

@@ -23,7 +23,7 @@ _EMPTY = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """Who is in a result. Identical on all workers, as the result is.
+    """Who is in a result. Identical on all workers, as the result is, except for packets that a worker has filled.
 
     Attributes:
         counts: Number of contributions in each packet, int64[Q]. Decoding divides by it.
@@ -31,12 +31,15 @@ class Reply:
             gradient.
         flags: Union of the flags of all workers that were heard.
         packet_elements: Elements per packet of the stream, except for the last.
+        filled: Which packets did not come in time, bool[Q]. Their sums are 0, as if nobody had contributed. This rank
+            does not know who is in them for the others.
     """
 
     counts: np.ndarray
     counted: np.ndarray
     flags: FrameFlags
     packet_elements: int
+    filled: np.ndarray
 
     @classmethod
     def join(cls, parts: Sequence[Reply]) -> Reply:
@@ -59,6 +62,10 @@ class Reply:
     def counted_blocks(self, worker: int, block: int, num_blocks: int) -> np.ndarray:
         """Return which blocks contain a worker's contribution, bool[num_blocks]."""
         return self._by_block(self.counted[:, worker], block, num_blocks)
+
+    def filled_blocks(self, block: int, num_blocks: int) -> np.ndarray:
+        """Return which blocks were filled with zeros, bool[num_blocks]."""
+        return self._by_block(self.filled, block, num_blocks)
 
     def _by_block(self, values: np.ndarray, block: int, num_blocks: int) -> np.ndarray:
         if (values == values[0]).all():
@@ -111,6 +118,7 @@ class AggregationRequest:
         self._answered = bytearray(self.num_packets)
         self._counts = np.zeros(self.num_packets, np.int64)
         self._counted = np.zeros((self.num_packets, config.world_size), bool)
+        self._filled = np.zeros(self.num_packets, bool)
         self._all_flags = 0
 
     def lacks(self, packet: int) -> bool:
@@ -132,18 +140,30 @@ class AggregationRequest:
     def take(self, result: Packet) -> None:
         """Take the result of a packet that lacks one."""
         packet = result.key.packet
-        out = self._out[packet * self._elements : (packet + 1) * self._elements]
+        out = self._place(packet)
         out[:] = np.frombuffer(result.body[self._bitmap_bytes :], out.dtype)
         self._counts[packet] = result.num_added
         self._counted[packet] = workers_of(result.body[: self._bitmap_bytes], self._world_size)
         self._all_flags |= result.flags
+        self._answer(packet)
+
+    def fill(self, packet: int) -> None:
+        """Replace the sum of a packet that lacks a result by zeros."""
+        self._place(packet)[:] = 0
+        self._filled[packet] = True
+        self._answer(packet)
+
+    def _place(self, packet: int) -> np.ndarray:
+        return self._out[packet * self._elements : (packet + 1) * self._elements]
+
+    def _answer(self, packet: int) -> None:
         self._answered[packet] = 1
         self.num_missing -= 1
 
     def reply(self) -> Reply:
         """Return who is in the result, once it is complete."""
         assert not self.num_missing, "some packets have no result"
-        return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements)
+        return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements, self._filled)
 
 
 def checked_body(config: SessionConfig, stream: int, payload: np.ndarray | None, out: np.ndarray) -> np.ndarray | None:

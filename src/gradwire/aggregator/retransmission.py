@@ -97,6 +97,10 @@ class InFlight:
         """Forget a packet without conclusions about others, and return whether it was there."""
         return self._since.pop(key, None) is not None
 
+    def since(self, key: PacketKey) -> float | None:
+        """Return since when a packet waits; None if it does not."""
+        return self._since.get(key)
+
     def overdue(self, now: float, timeout: float) -> list[tuple[PacketKey, float]]:
         """Remove and return the lost packets, each with the time since when it waited."""
         if self._doubtful is not None and self._doubtful[1] + timeout <= now:
@@ -277,6 +281,15 @@ class Window:
     def recall(self, key: PacketKey) -> bool:
         """Forget that a packet is in flight; False if it is about to be sent again anyway."""
         return self._sent.drop(key) or self._held.drop(key)
+
+    def give_up(self, key: PacketKey, now: float) -> None:
+        """Forget a packet whose result is no longer wanted. It is lost if the server has not said that it holds it."""
+        since = self._sent.since(key)
+        self.recall(key)
+        self._lost.pop(key, None)
+        self._sent_first.pop(key, None)
+        if since is not None:
+            self._narrow(since, now)
 
     def due(self, now: float) -> Due:
         """Return what the timers ask for."""

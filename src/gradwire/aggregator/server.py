@@ -10,10 +10,13 @@ A restarted server has lost everything. Workers resend what has not been answere
 the others already have, the server asks the others for their contributions (WANTED), so a slot starts with the lowest
 round that any worker needs.
 
+If workers fill results that do not come in time (`SessionConfig.fill_seconds`), a later round of a sum discards the
+current one, as in pseudocode 1, and the server neither waits for sums nor goes back to earlier ones.
+
 Source: THC (Li et al. 2024), pseudocode 1 (`AggregatorStateMachine._aggregate`), and section 6 for partial aggregation.
 Differences: a bitmap instead of a count, so that a repeated packet is added once; results are stored, so that a worker
 that was late or lost a reply gets the same one; the number of workers is agreed, not taken from packets; a later round
-does not discard the current one; a straggler is left out at most `max_misses` times in a row.
+does not discard the current one unless workers fill; a straggler is left out at most `max_misses` times in a row.
 """
 
 from __future__ import annotations
@@ -153,8 +156,9 @@ class AggregatorStateMachine:
                 return self._notify_straggler(slot, packet)  # 2
             self._go_back(slot, packet.key, now)
         elif packet.key.round > slot.expected_round:  # 6
-            if not slot.done:
+            if not slot.done and not slot.fills:
                 return self._too_early(slot, packet)
+            self.counters.abandoned += not slot.done
             self._begin(slot, packet.key, now)  # 7, 8
         if slot.last_heard[packet.worker] == packet.key.round:
             return self._repeated(slot, packet)
@@ -166,7 +170,7 @@ class AggregatorStateMachine:
             self._hold(packet)  # 15
             is_first = slot.heard.bit_count() == 1
             return self._ask_missing(slot, packet.key) if is_first and self._may_lack_result(slot) else []
-        del self._open[packet.key[1:]]
+        self._open.pop(packet.key[1:], None)
         ahead, slot.ahead = slot.ahead, {}
         later = [self._wanted(worker, packet.key._replace(round=round_)) for worker, round_ in ahead.items()]
         return [PacketToSend(EVERYONE, slot.close(self.epoch)), *later]  # 13
@@ -213,8 +217,8 @@ class AggregatorStateMachine:
     # -- after a restart -------------------------------------------------------------------------------------
 
     def _may_lack_result(self, slot: AggregationSlot) -> bool:
-        """Whether some workers may have this round's result from an earlier incarnation, and others not."""
-        return self.resumed and not slot.num_answered
+        """Whether some workers may have this round's result from an earlier incarnation, and others wait for it."""
+        return self.resumed and not slot.num_answered and not slot.fills
 
     def _go_back(self, slot: AggregationSlot, key: PacketKey, now: float) -> None:
         """Start over with an older round, whose result a worker lacks."""
@@ -246,7 +250,8 @@ class AggregatorStateMachine:
 
     def _begin(self, slot: AggregationSlot, key: PacketKey, now: float) -> None:
         slot.begin(key.round)
-        self._open[key[1:]] = now
+        if not slot.fills:  # nobody waits for long
+            self._open[key[1:]] = now
 
     def _slot(self, key: PacketKey) -> AggregationSlot:
         slot = self._slots.get(key[1:])

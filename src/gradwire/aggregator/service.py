@@ -52,6 +52,9 @@ class Aggregator:
             sent with the next step. ``"dropped"``: it is lost, as in the paper.
         divide_by: Divisor of a sum without the late ranks: ``"all"`` ranks, or the ``"counted"`` ones.
         max_misses: A rank that was left out of a packet this many times in a row is waited for.
+        fill_after: Time after which a rank stops waiting for a packet of a sum, counted from when it has sent its own
+            contribution, and takes zeros for the mean there, as in the paper. **Replicas may then differ**: call
+            `Handle.synchronize_replicas` after each epoch. None waits for all sums.
         packet_elements: Most elements per packet, a multiple of 1,024. The default fits a datagram with accumulators of
             8 bits. If ranks may be left out, it is rounded up to a multiple of the compressor's block.
         mtu: MTU of the path to the server in bytes, for a server that takes datagrams: no packet is longer, in either
@@ -61,6 +64,10 @@ class Aggregator:
         insecure: If true, a job key that anyone can guess is allowed beyond loopback.
         integrity: How frames of the connection are protected; see `ConnectionOptions`.
         tls: Certificates, if the server uses TLS; see `ConnectionOptions`.
+
+    Raises:
+        UnknownNameError: There is no such policy.
+        OptionError: `fill_after` is not positive, or asked for together with ranks that keep what was too late.
     """
 
     servers: str | Sequence[str]
@@ -68,6 +75,7 @@ class Aggregator:
     late: str = "kept"
     divide_by: str = "counted"
     max_misses: int = 8
+    fill_after: timedelta | None = None
     packet_elements: int = 60 << 10
     mtu: int = 0
     job: str = "gradwire"
@@ -82,11 +90,26 @@ class Aggregator:
                 raise UnknownNameError(f"{name} policy of an aggregator", getattr(self, name), known)
         if not self.addresses:
             raise OptionError('No aggregation server is named. Pass "host:port", or ["host:port", "host:port"].')
+        if self.fill_after is not None and self.fill_after <= timedelta(0):
+            raise OptionError(
+                f"fill_after must be positive, but it is {self.fill_after}. Pass timedelta(seconds=0.1), or leave it "
+                "out to wait for all sums."
+            )
+        if self.fill_after is not None and self.fraction < 1 and self.late == "kept":
+            raise OptionError(
+                "A rank that fills a sum cannot know whether its own gradient was too late for it, so it cannot keep "
+                'it. With fill_after and fraction below 1, pass late="dropped".'
+            )
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Host and port of each server."""
         return parse_addresses(self.servers)
+
+    @property
+    def replicas_may_differ(self) -> bool:
+        """Whether ranks may apply different means."""
+        return self.fill_after is not None
 
     @classmethod
     def of(cls, given: str | Sequence[str] | Aggregator | None) -> Aggregator | None:
@@ -102,7 +125,13 @@ class Aggregator:
         """Return the options that ranks compare."""
         names = "fraction", "late", "divide_by", "max_misses", "packet_elements", "mtu", "job"
         servers = [f"{host}:{port}" for host, port in self.addresses]
-        return {"servers": servers, **{name: getattr(self, name) for name in names}}
+        agreed = {name: getattr(self, name) for name in names}
+        return {"servers": servers, **agreed, "fill_after": self.fill_seconds}
+
+    @property
+    def fill_seconds(self) -> float:
+        """`fill_after` in seconds; 0 for None."""
+        return 0.0 if self.fill_after is None else self.fill_after.total_seconds()
 
     def connect(
         self, tensors: TensorRegistry, rank: int, world_size: int, session: int,
@@ -150,6 +179,7 @@ class AggregatorConnection:
         self.partial = client.config.needed < client.config.world_size
         self.keeps_late, self.divides_by_all = aggregator.late == "kept", aggregator.divide_by == "all"
         self._aggregator, self._client, self._streams = aggregator, client, streams
+        self._has_warned = False
 
     def check(self, tensors: TensorRegistry) -> None:
         """Refuse tensors that the server does not know.
@@ -175,6 +205,17 @@ class AggregatorConnection:
         """Size of a contribution in bytes, with the headers of all packets, if nothing is lost."""
         return self._client.header_bytes(self._stream(job, chunk, kind)) + body_bytes
 
+    def warn_of_filling(self, tensor: str) -> None:
+        """Log once that this rank has filled a sum."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A sum of '%s' did not come within %g s, and rank %d took zeros for it (fill_after). Replicas may "
+                "differ from now on: call handle.synchronize_replicas() after each epoch. The report counts "
+                "filled_elements.",
+                tensor, self._aggregator.fill_seconds, self._client.rank,
+            )  # fmt: skip
+
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it."""
         self._client.close(reason)
@@ -190,18 +231,19 @@ def agree(
     tables: dict[IndexTable, int] = {}
     streams: list[Stream] = []
     first_streams: dict[tuple[int, int], int] = {}
-    partial, largest_block = aggregator.waits_for(world_size) < world_size, 1
+    option = _needs_blocks(aggregator, world_size)
+    largest_block = 1
     for name, entry in tensors.entries.items():
         if entry.strategy != "server":
             continue
         compressor, dtype, numel = entry.compressor, tensors.specs[name].dtype, tensors.specs[name].numel
         assert isinstance(compressor, LookupCompressor), "a plan refuses others"
-        if partial and not compressor.has_independent_blocks:
+        if option and not compressor.has_independent_blocks:
             raise OptionError(
-                f"{compressor!r} (in {name!r}) does not have independent blocks, which fraction={aggregator.fraction} "
-                'needs. Pass rotate="block", or fraction=1 to wait for all ranks.'
+                f"{compressor!r} (in {name!r}) does not have independent blocks, which {option} needs. Pass "
+                'rotate="block", or leave the option out to wait for all ranks.'
             )
-        if partial:  # a block has one divisor, so it must not span packets
+        if option:  # a block is there as a whole and has one divisor, so it must not span packets
             largest_block = max(largest_block, compressor.block)
         index = tables.setdefault(table_of(compressor, world_size), len(tables))
         for chunk in entry.chunks(numel, 1):
@@ -216,9 +258,10 @@ def agree(
         fraction=aggregator.fraction,
         max_misses=aggregator.max_misses,
         mtu=aggregator.mtu,
+        fill_seconds=aggregator.fill_seconds,
     )
-    if partial:
-        _check_blocks(config, largest_block)
+    if option:
+        _check_blocks(config, largest_block, option)
     return config, first_streams
 
 
@@ -234,15 +277,22 @@ def streams_of(compressor: LookupCompressor, spec: TensorSpec, world_size: int, 
     return statistics, Stream(Operation.SUM, compressor.accumulator_size(spec) - 1, table)
 
 
-def _check_blocks(config: SessionConfig, block: int) -> None:
-    """Raise `OptionError` if a block would span packets."""
+def _needs_blocks(aggregator: Aggregator, world_size: int) -> str:
+    """Return the option by which packets of a sum may differ in who is in them; empty if they cannot."""
+    if aggregator.waits_for(world_size) < world_size:
+        return f"fraction={aggregator.fraction:g}"
+    return f"fill_after={aggregator.fill_seconds:g} s" if aggregator.fill_after else ""
+
+
+def _check_blocks(config: SessionConfig, block: int, option: str) -> None:
+    """Raise `OptionError` if a block would span packets, which an option forbids."""
     for number, stream in enumerate(config.streams):
         size = config.packet_size(number)
         if stream.operation is Operation.SUM and size % block:
             raise OptionError(
-                f"Ranks may be left out (fraction={config.fraction:g}), so packets must be whole blocks of {block}, "
-                f"but with mtu={config.mtu} they have {size} elements. Pass block={size} to the compressor, a mtu "
-                f"that fits {block} sums of {8 * config.result_dtype(number).itemsize} bits, or fraction=1."
+                f"Packets may be without some ranks ({option}), so they must be whole blocks of {block}, but with "
+                f"mtu={config.mtu} they have {size} elements. Pass block={size} to the compressor, a mtu that fits "
+                f"{block} sums of {8 * config.result_dtype(number).itemsize} bits, or leave the option out."
             )
 
 

@@ -26,7 +26,7 @@ from gradwire.kernels.layout import ceil_div
 from gradwire.net.datagrams import TRAILER_BYTES
 from gradwire.wire.json_message import dump, load
 
-VERSION = 2
+VERSION = 3
 NO_EPOCH = 0
 """Epoch of a worker that no server has welcomed yet."""
 MAX_CONFIG_BYTES = 16 << 20
@@ -125,6 +125,8 @@ class SessionConfig:
         max_misses: A worker that was left out of a packet this many times in a row is waited for.
         mtu: Largest datagram in either direction in bytes, with IP and UDP headers; from 1,280. Packets of a stream
             have fewer elements than `packet_elements` where they would exceed it. 0 sets no bound.
+        fill_seconds: Time after which a worker replaces a packet of a sum that has not come by zeros; 0 waits for it.
+            Maxima are always waited for.
 
     Raises:
         OptionError: An accumulator may overflow, or a number is out of range.
@@ -137,6 +139,7 @@ class SessionConfig:
     fraction: float = 1.0
     max_misses: int = 8
     mtu: int = 0
+    fill_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _check_range("world_size", self.world_size, 1, MAX_WORKERS)
@@ -152,6 +155,8 @@ class SessionConfig:
             )
         if not 0.5 < self.fraction <= 1:
             raise OptionError(f"fraction must be above 0.5 and at most 1, not {self.fraction}. Pass 0.9 or 1.")
+        if not 0 <= self.fill_seconds < 1e9:
+            raise OptionError(f"fill_seconds must be at least 0, not {self.fill_seconds}. Pass 0.1, or 0 to wait.")
         for table in self.tables:
             table.check(self.world_size)
         for stream in self.streams:
@@ -163,6 +168,10 @@ class SessionConfig:
     def needed(self) -> int:
         """Number of workers that must have been heard before a packet is answered."""
         return num_needed(self.fraction, self.world_size)
+
+    def fills(self, stream: int) -> bool:
+        """Whether workers go on without a stream's results after a while."""
+        return self.fill_seconds > 0 and self.streams[stream].operation is Operation.SUM
 
     def packet_size(self, stream: int) -> int:
         """Number of elements in each packet of a stream but the last: whole chunks of 1,024, or a power of two."""
@@ -237,6 +246,7 @@ class SessionConfig:
             "fraction": self.fraction,
             "max_misses": self.max_misses,
             "mtu": self.mtu,
+            "fill_seconds": self.fill_seconds,
         }
 
     @classmethod
@@ -252,9 +262,9 @@ class SessionConfig:
                 raise ValueError("another version")
             tables = tuple(_table(*each) for each in fields.pop("tables"))
             streams = tuple(_stream(*each) for each in fields.pop("streams"))
-            fraction = float(fields.pop("fraction"))
+            fraction, fill_seconds = float(fields.pop("fraction")), float(fields.pop("fill_seconds"))
             numbers = {name: _integer(value) for name, value in fields.items()}
-            return cls(tables=tables, streams=streams, fraction=fraction, **numbers)
+            return cls(tables=tables, streams=streams, fraction=fraction, fill_seconds=fill_seconds, **numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FrameError(
                 f"The worker's session configuration is invalid: {error!r}. Run the same gradwire version everywhere."

@@ -29,12 +29,13 @@ class AggregationSlot:
         last_heard: Last round in which each worker was heard.
         num_answered: Number of rounds answered.
         ahead: Later rounds that workers have already contributed to, by worker; only after a restart of the server.
+        fills: Whether workers go on without this packet's result after a while; see `SessionConfig.fills`.
     """
 
     __slots__ = (
         "_accumulator", "_bitmap_bytes", "_dtype", "_elements", "_flags", "_frame", "_key", "_max_misses", "_misses",
-        "_results", "_table", "_world_size", "ahead", "awaited", "counted", "done", "expected_round", "heard",
-        "last_heard", "num_answered",
+        "_results", "_table", "_world_size", "ahead", "awaited", "counted", "done", "expected_round", "fills",
+        "heard", "last_heard", "num_answered",
     )  # fmt: skip
 
     def __init__(self, config: SessionConfig, stream: int, packet: int) -> None:
@@ -43,6 +44,7 @@ class AggregationSlot:
         self.heard = self.counted = self.num_answered = 0
         self.last_heard = [NEVER] * config.world_size
         self.ahead: dict[int, int] = {}
+        self.fills = config.fills(stream)
         self._key = stream, packet
         self._table: IndexTable | None = None
         if config.streams[stream].operation is Operation.SUM:

@@ -8,7 +8,11 @@ A restarted server (another epoch) has no memory. It is sent everything that has
 has been: payloads of the previous round are kept for that. If a server may answer without stragglers, its successor
 might count other workers, so a restart ends the job.
 
-Source: THC (Li et al. 2024), section 6, for packets and stragglers. Differences: lost packets are retransmitted.
+If the session fills (`SessionConfig.fill_seconds`), a packet of a sum whose result does not come in time is replaced by
+zeros, at this worker alone. Its contribution has been sent, and counts as given, whether or not others have the sum.
+
+Source: THC (Li et al. 2024), section 6, for packets, stragglers and zeros after a timeout. Differences: lost packets
+are retransmitted, also until they are filled; maxima are never filled, because all workers decode by them.
 """
 # Shapes: W = workers, P = elements of a stream, Q = its packets
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +45,19 @@ from gradwire.wire.frame import FrameFlags
 _FROM_SERVER = frozenset(
     {PacketKind.RESULT, PacketKind.HELD, PacketKind.WANTED, PacketKind.OBSOLETE, PacketKind.DIGEST}
 )
+
+
+class _Fill(NamedTuple):
+    """When a packet is filled with zeros, unless its result has come."""
+
+    at: float
+    request: AggregationRequest
+    packet: int
+
+    @property
+    def is_moot(self) -> bool:
+        """Whether the result has come."""
+        return not self.request.lacks(self.packet)
 
 
 class WorkerStateMachine:
@@ -69,6 +87,7 @@ class WorkerStateMachine:
         self._last: dict[int, AggregationRequest] = {}
         self._unsent: deque[tuple[AggregationRequest, int]] = deque()
         self._unproven = UnprovenResults()
+        self._to_fill: deque[_Fill] = deque()  # in the order in which they are due
 
     def submit(
         self, round_: int, stream: int, payload: np.ndarray | None, out: np.ndarray, flags: FrameFlags, deadline: float
@@ -133,15 +152,39 @@ class WorkerStateMachine:
                 key = PacketKey(request.round, request.stream, packet)
                 if self.window is not None:
                     self.window.send(key, now)
+                if self.config.fills(request.stream):
+                    self._to_fill.append(_Fill(now + self.config.fill_seconds, request, packet))
                 self.counters.sent += 1
                 yield self._packet(request, key)
 
+    def fill(self, now: float) -> list[AggregationRequest]:
+        """Fill the results that have not come in time with zeros, and return the requests that this completes."""
+        done = []
+        while self._to_fill and (self._to_fill[0].is_moot or self._to_fill[0].at <= now):
+            _, request, packet = self._to_fill.popleft()
+            if request.lacks(packet):
+                done += self._fill(request, packet, now)
+        return done
+
+    def _fill(self, request: AggregationRequest, packet: int, now: float) -> list[AggregationRequest]:
+        key = PacketKey(request.round, request.stream, packet)
+        self.counters.filled += 1
+        self._unproven.forget(key)
+        if self.window is not None:
+            self.window.give_up(key, now)
+        request.fill(packet)
+        return self._completed(request)
+
     def deadline(self) -> float | None:
-        """Return when to poll next, unless something happens before."""
+        """Return when to call `fill` and `poll` next, unless something happens before."""
         if self._can_send_next():
             return 0.0
         oldest = next(iter(self._open.values()), None)
-        times = [None if oldest is None else oldest.deadline, None if self.window is None else self.window.deadline()]
+        times = [
+            None if oldest is None else oldest.deadline,
+            None if self.window is None else self.window.deadline(),
+            self._to_fill[0].at if self._to_fill else None,
+        ]
         return min((time for time in times if time is not None), default=None)
 
     def _can_send_next(self) -> bool:
@@ -206,8 +249,7 @@ class WorkerStateMachine:
             return [], []
         if packet.kind is PacketKind.WANTED:
             return [], self._resend(packet.key, now)
-        self._check_obsolete(packet.key)
-        return [], []
+        return self._miss(packet.key, now), []
 
     def _take(self, packet: Packet, now: float) -> list[AggregationRequest]:
         request = self._waiting_for(packet.key)
@@ -219,6 +261,10 @@ class WorkerStateMachine:
         if self.window is not None:
             self.window.finish(packet.key, now)
         request.take(packet)
+        return self._completed(request)
+
+    def _completed(self, request: AggregationRequest) -> list[AggregationRequest]:
+        """Return a request if all of its results are there."""
         if request.num_missing:
             return []
         del self._open[request.stream]
@@ -258,13 +304,18 @@ class WorkerStateMachine:
                 return [self._packet(request, key)]
         return []
 
-    def _check_obsolete(self, key: PacketKey) -> None:
-        if self._waiting_for(key) is not None:
-            raise SyncError(
-                f"The {self._server_name} has gone on without worker {self.worker} and no longer has the result of "
-                f"stream {key.stream}, round {key.round}. Restart this worker from a checkpoint.",
-                rank=self.worker,
-            )
+    def _miss(self, key: PacketKey, now: float) -> list[AggregationRequest]:
+        """Go on without a result that the server no longer has."""
+        request = self._waiting_for(key)
+        if request is None:
+            return []
+        if self.config.fills(key.stream):
+            return self._fill(request, key.packet, now)
+        raise SyncError(
+            f"The {self._server_name} has gone on without worker {self.worker} and no longer has the result of "
+            f"stream {key.stream}, round {key.round}. Restart this worker from a checkpoint.",
+            rank=self.worker,
+        )
 
     def _waiting_for(self, key: PacketKey) -> AggregationRequest | None:
         request = self._open.get(key.stream)

@@ -111,6 +111,12 @@ def trained_parameters(ddp: DistributedDataParallel, *, sparse: bool = False) ->
     return [(names[id(each)], each) for each, is_sparse in zip(found, are_sparse) if is_sparse == sparse]
 
 
+def replicated_tensors(ddp: DistributedDataParallel) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+    """Return all parameters and buffers that ranks are meant to hold in equal copies, frozen ones too."""
+    ddp._assign_modules_buffers()  # type: ignore[no-untyped-call]  # some may have been replaced since
+    return list(ddp._module_parameters), list(ddp.modules_buffers)
+
+
 def uncompiled(module: object) -> object:
     """Return the module that `torch.compile` has wrapped, or `module` itself."""
     return getattr(module, "_orig_mod", module)

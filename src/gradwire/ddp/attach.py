@@ -66,6 +66,8 @@ def attach(
         register: If true, take the module's communication hook. If false, register a hook of your own that returns
             ``handle.hook(state, bucket)``.
         check_every: Number of backward passes after which all ranks compare a hash of their parameters. 0 means never.
+            With `gradwire.Aggregator.fill_after`, number of steps after which replicas should have been synchronized:
+            if they were not and differ, there is a warning.
         options: Timeouts, seed, nodes, server, and the directory of the flight recorder.
 
     Returns:
@@ -104,6 +106,7 @@ def attach(
             'Pass gradwire.Plan(..., strategy="server"), or leave the server out.'
         )
     optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
+    _check_filling(options, optimizers, scaler)
     check_momentum(plan, list(optimizers), parameters)
     _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
     aux = optimizers.aux if optimizers.states else None
@@ -130,6 +133,22 @@ def attach(
     if sparse and synchronizer.rank == 0:
         logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))
     return handle
+
+
+def _check_filling(options: SyncOptions, optimizers: Optimizers, scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse what does not go together with replicas that may differ."""
+    if options.server is None or isinstance(options.server, str) or not options.server.replicas_may_differ:
+        return
+    if not optimizers:
+        raise OptionError(
+            "With fill_after, replicas may differ, and handle.synchronize_replicas() also copies optimizer state. "
+            "Pass optimizer= to attach."
+        )
+    if scaler is not None:
+        raise OptionError(
+            "With fill_after, a rank may miss that a mean is not finite, and would then scale its loss by another "
+            "factor than the others. Train in bfloat16, which needs no GradScaler, or leave fill_after out."
+        )
 
 
 def _show_state(optimizers: Optimizers, plan: Plan, tensors: Mapping[str, TensorSpec], may_choose_gcomp: bool) -> None:

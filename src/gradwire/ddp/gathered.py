@@ -60,7 +60,7 @@ def gather_states(
 
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta, rank0_only: bool) -> list[torch.Tensor]:
     """Gather uint8 tensors of any size. Returns none on ranks that need none."""
-    device, world_size = _device(group), group.size()
+    device, world_size = device_of(group), group.size()
 
     def finish(work: dist.Work | None) -> None:
         assert work is not None, "this rank is part of the group"
@@ -88,7 +88,7 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta, ra
     return found
 
 
-def _device(group: dist.ProcessGroup) -> str:
+def device_of(group: dist.ProcessGroup) -> str:
     """The device of the tensors that a group's collectives take. A group for NCCL takes none of the CPU."""
     return "cpu" if "cpu" in dist.distributed_c10d.get_backend_config(group) else "cuda"
 

@@ -28,6 +28,7 @@ from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, sta
 from gradwire.ddp.hook_slot import slot_of
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
+from gradwire.ddp.replicas import Replicas, SynchronizedReplicas
 from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
 
@@ -55,7 +56,7 @@ class Handle(ObservedHandle):
         self._optimizers = optimizers
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
-        self._check_every = check_every
+        self._replicas = Replicas(synchronizer, optimizers, ddp.process_group, check_every)
         self._scaler = scaler
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
@@ -131,6 +132,29 @@ class Handle(ObservedHandle):
             each.rates = dict(rates)
         if self.autopilot is not None:
             self.autopilot.restart()
+
+    def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
+        """Copy parameters, buffers and optimizer state of one rank to all ranks. Call it on every rank, between steps.
+
+        Call it after each epoch if replicas may differ (`gradwire.Aggregator.fill_after`), and before a checkpoint.
+        Residuals are not copied: a rank's residual is what only this rank has to send.
+
+        Args:
+            source: Rank that is copied. None means the rank that has filled the fewest elements since the last call, of
+                several the first.
+
+        Returns:
+            The source, and how far the parameters of each rank were from its own.
+
+        Raises:
+            OptionError: `attach` was not given the optimizer, or its state has something else than tensors and numbers.
+            DisagreementError: The optimizer state of ranks differs in shape. Raised on every rank.
+
+        On failure: raises a `SyncError` if a rank does not come within ``SyncOptions.stall_timeout``, or a tensor takes
+            longer than ``SyncOptions.timeout``. Replicas may then differ.
+        """
+        self.commit_without_optimizer()
+        return self._replicas.make_equal(self._module, source)
 
     def detach(self) -> None:
         """Return to DDP's own all-reduce, and drop residuals that were not applied. Call it on every rank."""
@@ -237,7 +261,7 @@ class Handle(ObservedHandle):
 
     def _may_rest(self) -> bool:
         """Whether nothing but averaging is due in the step that begins."""
-        check_due = self._check_every and (self.synchronizer.step + 1) % self._check_every == 0
+        check_due = self._replicas.check_due(self.synchronizer.step + 1)
         ddp = self._module
         same_group = ddp.process_group is self._group
         return same_group and not check_due and not torch_private.divides_by_active_ranks(ddp)
@@ -275,9 +299,8 @@ class Handle(ObservedHandle):
         self._follow_loss_scale()
         self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
-        if self._check_every and self.synchronizer.step % self._check_every == 0:
-            # A rank that has joined takes no optimizer steps, and gets the parameters when all ranks have joined.
-            self.synchronizer.check_replicas(None if joined else _replica(ddp))
+        if self._replicas.check_due(self.synchronizer.step):
+            self._replicas.check(None if joined else ddp)
 
     def _follow_loss_scale(self) -> None:
         """Rescale residuals to the loss scale of this backward pass."""
@@ -329,11 +352,6 @@ def _advising() -> Iterator[None]:
         if not error.args[0].endswith(_ADVICE):
             error.args = (f"{error} {_ADVICE}",)
         raise
-
-
-def _replica(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Parameters that must be the same on all ranks."""
-    return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
 
 
 def _what_to_do(ddp: DistributedDataParallel) -> str:

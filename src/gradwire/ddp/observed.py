@@ -36,6 +36,7 @@ SCALARS = {
     "gradwire/ratio": "Dense bytes divided by sent bytes",
     "gradwire/residual_norm": "2-norm of all residuals of this rank",
     "gradwire/late_elements": "Elements in a step that were sent too late to be counted",
+    "gradwire/filled_elements": "Elements in a step whose sum did not come in time, with a mean of zero instead",
     "gradwire/rollbacks": "Steps rolled back since the module was attached, because gradients were not finite",
 }
 """Scalars of every job. The times and bytes of a step are means over the steps of the interval."""
@@ -183,7 +184,8 @@ class ObservedHandle:
             1e3 * total.encode_seconds / steps, 1e3 * total.decode_seconds / steps, 1e3 * found.link_seconds / steps,
             total.sent_bytes / steps, (total.dense_bytes - total.sent_bytes) / steps,
             whole.total.sent_bytes, whole.total.dense_bytes - whole.total.sent_bytes,
-            total.ratio, total.residual_norm, total.late_elements / steps, whole.rollbacks,
+            total.ratio, total.residual_norm, total.late_elements / steps,
+            total.filled_elements / steps, whole.rollbacks,
         )  # fmt: skip
         scalars = dict(zip(SCALARS, map(float, values), strict=True))
         return scalars if self.autopilot is None else scalars | _auto_scalars(self.autopilot)

@@ -30,6 +30,7 @@ class TensorMetrics:
         residual_norm: 2-norm of this rank's residuals of both roles, at the time of the report.
         late_elements: Elements that this rank sent too late to be counted. It keeps them in its residual, or drops
             them if told to.
+        filled_elements: Elements for which this rank took a mean of zero, because their sum did not come in time.
     """
 
     method: str = ""
@@ -42,6 +43,7 @@ class TensorMetrics:
     latency_seconds: float = 0.0
     residual_norm: float = 0.0
     late_elements: int = 0
+    filled_elements: int = 0
 
     @property
     def ratio(self) -> float:
@@ -164,6 +166,8 @@ class Metrics:
                 known.decode_seconds += event.duration
             elif event.kind == "late":
                 known.late_elements += event.detail["elements"]
+            elif event.kind == "filled":
+                known.filled_elements += event.detail["elements"]
             elif event.kind == "done":
                 known.syncs += event.detail.get("syncs", 1)
                 known.latency_seconds += event.duration

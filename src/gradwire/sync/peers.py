@@ -162,6 +162,11 @@ class Peers:
         """Return why nothing can be averaged any more: the failure, or a rank that is gone. None if all is well."""
         return None if self._engine is None else self._engine.lost_peer()
 
+    @property
+    def replicas_may_differ(self) -> bool:
+        """Whether a service lets ranks apply different means."""
+        return any(self._addresses[name].replicas_may_differ for name in self._services)
+
     # -- for people to look at, from any thread --------------------------------------------------------------
 
     @property
@@ -184,18 +189,27 @@ class Peers:
 
     # -- control messages ------------------------------------------------------------------------------------
 
-    def check_replicas(self, tensors: Iterable[torch.Tensor] | None) -> None:
+    def check_replicas(
+        self, tensors: Iterable[torch.Tensor] | None, on_difference: Callable[[list[int]], None] = replica.fail
+    ) -> None:
         """Compare a hash of tensors over all ranks. Returns at once. Call it on every rank.
 
         Args:
             tensors: Tensors that must be equal on all ranks; None if this rank has nothing to compare at the moment.
+            on_difference: Called with the ranks that differ, if there are any, on a thread of the synchronizer. An
+                error that it raises ends the job.
 
         On failure: `wait` raises a `ReplicaError` that names the ranks that differ.
         """
         if self._engine is None:
             return
         mine = replica.ABSENT if tensors is None else replica.fingerprint(tensors)
-        self._exchange("parameters", np.array([mine], float), replica.compare, "hash")
+
+        def compare(hashes: np.ndarray) -> None:
+            if odd := replica.odd_ranks(hashes):
+                on_difference(odd)
+
+        self._exchange("parameters", np.array([mine], float), compare, "hash")
 
     def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
         """Send numbers of every rank to all ranks. Returns at once. Call it on every rank.

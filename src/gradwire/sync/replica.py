@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import google_crc32c
 import numpy as np
@@ -28,23 +28,23 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     return checksum
 
 
-def compare(hashes: np.ndarray) -> None:
-    """Compare the hashes of all ranks, except absent ones.
+def odd_ranks(hashes: np.ndarray) -> list[int]:
+    """Return the ranks that differ from the majority, except absent ones.
 
     Args:
         hashes: Hash of each rank, float64[W, 1], or `ABSENT`.
-
-    Raises:
-        ReplicaError: Some ranks differ from the majority. The message names them.
     """
     by_rank = {rank: value for rank, value in enumerate(hashes[:, 0].tolist()) if not math.isnan(value)}
     common = Counter(by_rank.values()).most_common(1)
-    odd = [rank for rank, value in by_rank.items() if value != common[0][0]]
-    if odd:
-        raise ReplicaError(
-            f"The parameters of rank {', '.join(map(str, odd))} differ from those of the other ranks. Look for code "
-            "that changes parameters on some ranks only, or broadcast them from one rank and go on.",
-            rank=odd[0],
-            tensor="parameters",
-            phase="replica check",
-        )
+    return [rank for rank, value in by_rank.items() if value != common[0][0]]
+
+
+def fail(odd: Sequence[int]) -> None:
+    """Raise the `ReplicaError` that names the ranks that differ."""
+    raise ReplicaError(
+        f"The parameters of rank {', '.join(map(str, odd))} differ from those of the other ranks. Look for code "
+        "that changes parameters on some ranks only, or broadcast them from one rank and go on.",
+        rank=odd[0],
+        tensor="parameters",
+        phase="replica check",
+    )

@@ -3,9 +3,9 @@
 It knows nothing about DDP. Callers submit lists of gradient slices, and a future completes when all slices of a list
 hold the mean.
 
-Guarantees: Every rank ends with the same bits. Residuals change only when a step is committed. A failure on any rank
-ends every rank with one typed error within twice `timeout`. Nothing is sent before all ranks agree on names, shapes,
-methods and seed.
+Guarantees: Every rank ends with the same bits, unless `replicas_may_differ`. Residuals change only when a step is
+committed. A failure on any rank ends every rank with one typed error within twice `timeout`. Nothing is sent before all
+ranks agree on names, shapes, methods and seed.
 """
 
 from __future__ import annotations
@@ -356,6 +356,11 @@ class Synchronizer(Peers):
         report.seconds = 0.0 if self._began is None else time.monotonic() - self._began
         report.link_seconds = self.link_busy_seconds() / max(1, self.world_size - 1)
         report.notes = self.plan.notes(self.tensors) + (self._watch.notes() if self._watch is not None else [])
+        if filled := report.total.filled_elements:
+            report.notes.append(
+                f"{filled:,} elements had a mean of zero on this rank, because their sums did not come in time. Call "
+                "handle.synchronize_replicas() after each epoch."
+            )
         return report
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gradwire.ddp.attach import ALONE, attach
 from gradwire.ddp.gathered import GATHERED_VERSION, Document, GatheredStateful, states_of
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.observed import ObservedHandle, Since
+from gradwire.ddp.replicas import SynchronizedReplicas
 from gradwire.observe.logs import ScalarLog
 from gradwire.sync.group import GroupInfo
 from gradwire.sync.plan import Method, Plan
@@ -65,6 +66,9 @@ class SingleProcessHandle(ObservedHandle):
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         self.synchronizer.load_state_dict(states_of(state))
+
+    def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
+        return SynchronizedReplicas(0, (0.0,))
 
     def detach(self) -> None:
         self.synchronizer.close()

@@ -12,10 +12,12 @@ import pytest
 
 from gradwire.aggregator.options import AggregationOptions
 from gradwire.aggregator.process import AggregationServer
-from gradwire.core.errors import OptionError
+from gradwire.aggregator.xdp.server import check_waits
+from gradwire.core.errors import DisagreementError, OptionError
 from gradwire.lab import Lab
 from tests.aggregator.aggregation_job import digest
 from tests.aggregator.xdp import host
+from tests.schedules import jobs
 
 ROUNDS = 5
 ADDED_UP = "The kernel adds up 292 of 302 packets at eth0"  # in 195 packets of 1,024, and 97 of 512 of 16 bits
@@ -119,3 +121,9 @@ def test_packets_that_come_another_way_end_the_job_with_advice():
 def test_options_that_do_not_go_together(options):
     with pytest.raises(OptionError, match="--xdp takes datagrams and answers each worker: pass --udp"):
         AggregationServer(AggregationOptions(2, port=0, xdp="lo", **options))
+
+
+def test_workers_that_do_not_wait_for_all_sums_are_refused_with_advice():
+    check_waits(jobs.config())
+    with pytest.raises(DisagreementError, match=r"go on after 0\.1 s\. Start the server with --udp and without --xdp"):
+        check_waits(jobs.config(fill_seconds=0.1))

@@ -150,6 +150,15 @@ class KernelStateMachine(AggregatorStateMachine):
         return misfit
 
 
+def check_waits(config: SessionConfig) -> None:
+    """Raise `DisagreementError` if workers do not wait for all sums: the program keeps a sum until it is complete."""
+    if config.fill_seconds:
+        raise DisagreementError(
+            f"The program in the kernel waits for every sum, but workers go on after {config.fill_seconds:g} s. Start "
+            "the server with --udp and without --xdp, or leave fill_after out."
+        )
+
+
 def check_frames(config: SessionConfig, interface: XdpInterface) -> None:
     """Raise `DisagreementError` if results, or contributions, do not fit a frame of the interface."""
     sizes = [

@@ -33,6 +33,11 @@ class Service(Protocol):
 class ServiceAddress(Protocol):
     """The address and options of a strategy's service. The same on all ranks."""
 
+    @property
+    def replicas_may_differ(self) -> bool:
+        """Whether ranks may apply different means."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Return what ranks compare, as plain data."""
         ...
