@@ -263,22 +263,23 @@ def test_the_first_filled_sum_is_a_warning_with_advice(caplog: pytest.LogCapture
     assert "call handle.synchronize_replicas() after each epoch" in warning
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.75])
-def test_ranks_of_a_real_server_that_loses_datagrams_fill_and_go_on(fraction: float) -> None:
+@pytest.mark.parametrize(("num_servers", "fraction"), [(1, 1.0), (1, 0.75), (2, 1.0)])
+def test_ranks_of_real_servers_that_lose_datagrams_fill_and_go_on(num_servers: int, fraction: float) -> None:
     """Means are those that others have, or zeros in whole packets."""
     world_size, steps = 4, 10
-    server = AggregationServer(AggregationOptions(world_size, udp=True, drop=0.4))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    there = gw.Aggregator(
-        f"127.0.0.1:{server.address[1]}", fraction, late="dropped", fill_after=SOON / 8, packet_elements=PACKET
-    )  # fmt: skip
+    servers = [AggregationServer(AggregationOptions(world_size, udp=True, drop=0.4)) for _ in range(num_servers)]
+    threads = [threading.Thread(target=server.run) for server in servers]
+    for thread in threads:
+        thread.start()
+    addresses = [f"127.0.0.1:{server.address[1]}" for server in servers]
+    there = gw.Aggregator(addresses, fraction, late="dropped", fill_after=SOON / 8, packet_elements=PACKET)
     plan, specs = Plan({"w": "thc"}, strategy="server"), {"w": TensorSpec((NUMEL,))}
     with ranks(world_size, plan, seed=SEED, server=there, tensors=specs) as group:
         found = group.each(lambda one: steps_of(one, steps)[0])
         num_filled = sum(one.report().total.filled_elements for one in group.synchronizers)
-    thread.join(30)
-    assert not thread.is_alive(), "all have said goodbye"
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "all have said goodbye"
     zeros = 0
     for step in range(steps):
         for start in range(0, NUMEL, PACKET):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import NoneType
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +138,7 @@ def attach(
 
 def _check_filling(options: SyncOptions, optimizers: Optimizers, scaler: torch.amp.GradScaler | None) -> None:
     """Refuse what does not go together with replicas that may differ."""
-    if options.server is None or isinstance(options.server, str) or not options.server.replicas_may_differ:
+    if isinstance(options.server, (str, Sequence, NoneType)) or not options.server.replicas_may_differ:
         return
     if not optimizers:
         raise OptionError(
