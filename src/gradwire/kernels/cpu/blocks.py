@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire.kernels.blocks import INDEX_CHUNK, BlockLayout, expect_blocks, expect_index_bits, index_bytes
+from gradwire.kernels.cpu import whole_blocks
 from gradwire.kernels.cpu.compile import inlined, kernel
 from gradwire.kernels.cpu.elements import LANES, as_input, as_writable, load_f32
 from gradwire.kernels.cpu.hadamard import transform
@@ -197,12 +198,13 @@ def _update_residual(x, start, count, work, at, factor, base, signs, shift, resi
 
 @kernel
 def _encode(
-    x, padded, block, units, lows, rates, signs, shift, values, gaps, cells, bits, key_0, key_1, first, scratch, work,
-    out, top, factors, bases, residual, keep,
+    x, begin, padded, block, units, lows, rates, signs, shift, values, gaps, cells, bits, key_0, key_1, first, scratch,
+    work, out, packed, top, factors, bases, residual, keep,
 ):  # fmt: skip
-    unit, packed = max(block, INDEX_CHUNK), 0
+    """Encode the elements from `begin` on, and pack their indices from out[packed] on."""
+    unit = max(block, INDEX_CHUNK)
     noise, spare, levels = scratch
-    for start in range(0, padded, unit):
+    for start in range(begin, padded, unit):
         count = min(unit, padded - start)
         for i in range(0, count, block):
             b = (start + i) // block
@@ -245,17 +247,32 @@ def encode_indices(
     expect_blocks("encode_indices", blocks, x.size, work, units, lows, rates, factors, bases)
     expect_index_bits("encode_indices", bits, table)
     expect_size("encode_indices", "out", out, index_bytes(blocks.padded, bits))
-    keep = residual is not None
-    if residual is None:
-        residual = work[:0]
-    else:
+    if residual is not None:
         expect_size("encode_indices", "residual", residual, x.size)
-    values, gaps, cells = _prepared(table)
-    scratch = (np.empty(INDEX_CHUNK, np.uint16), np.empty(RANDOM16_GROUP, np.uint16), np.empty(INDEX_CHUNK, np.uint8))
-    _encode(
-        as_input(x), blocks.padded, blocks.block, units, lows, rates, blocks.signs, blocks.shift, values, gaps, cells,
-        bits, *key_words(key), first, scratch, work, out, np.float32(table[-1]), factors, bases, residual, keep,
-    )  # fmt: skip
+    x, keys, top, begin = as_input(x), key_words(key), np.float32(table[-1]), 0
+    if _has_whole_blocks(blocks, bits, first) and (cells := whole_blocks.cells_of(table.tobytes())):
+        num_whole = blocks.size // whole_blocks.BLOCK
+        begin = num_whole * whole_blocks.BLOCK
+        whole_blocks.encode(
+            x, num_whole, units, lows, rates, blocks.signs, cells, keys, first, work, out, top, factors, bases, residual
+        )  # fmt: skip
+    if begin < blocks.padded:
+        _encode(
+            x, begin, blocks.padded, blocks.block, units, lows, rates, blocks.signs, blocks.shift, *_prepared(table),
+            bits, *keys, first, _scratch(), work, out, index_bytes(begin, bits), top, factors, bases,
+            work[:0] if residual is None else residual, residual is not None,
+        )  # fmt: skip
+
+
+def _has_whole_blocks(blocks: BlockLayout, bits: int, first: int) -> bool:
+    """Whether blocks are those of `whole_blocks`, up to the last one."""
+    is_aligned = first % whole_blocks.BLOCK == 0 and blocks.shift == 0
+    return bits == 4 and blocks.rotated and blocks.block == whole_blocks.BLOCK and is_aligned
+
+
+def _scratch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random numbers of a chunk, those of a group, and indices of a chunk."""
+    return np.empty(INDEX_CHUNK, np.uint16), np.empty(RANDOM16_GROUP, np.uint16), np.empty(INDEX_CHUNK, np.uint8)
 
 
 def _prepared(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -248,6 +248,33 @@ def store_until(typingctx, array, index, end, vector):
     return types.void(array, index, end, vector), codegen
 
 
+@intrinsic(prefer_literal=True)
+def load_inside(typingctx, array, index, lanes):
+    """`load` for an array in the cache, without prefetch, if all lanes lie inside it. Nothing checks this."""
+    kind = ir.VectorType(_element_ir(array.dtype), lanes.literal_value)
+
+    def codegen(context, builder, sig, args):
+        pointer, _ = _place(context, builder, array, args[0], args[1], sig.args[1])
+        return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=array.dtype.bitwidth // 8)
+
+    return Vector(array.dtype, lanes.literal_value)(array, index, lanes), codegen
+
+
+@intrinsic
+def store_inside(typingctx, array, index, vector):
+    """`store` if all lanes lie inside the array. Nothing checks this."""
+    if not isinstance(vector, Vector) or array.dtype != vector.element:
+        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+
+    def codegen(context, builder, sig, args):
+        pointer, _ = _place(context, builder, array, args[0], args[1], sig.args[1])
+        place = builder.bitcast(pointer, _ir(vector).as_pointer())
+        builder.store(args[2], place, align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, index, vector), codegen
+
+
 def _array_at(context, builder, array, item, address, count):
     """IR of a contiguous array over foreign memory."""
     data = builder.inttoptr(address, context.get_data_type(item).as_pointer())
