@@ -68,7 +68,8 @@ WAITS = {
 }
 
 LOCKS = {
-    "aggregator/process.py": "the session: one packet or message at a time",
+    "aggregator/process.py": "the session: joins, goodbyes, and the watcher; no packet takes it",
+    "aggregator/sharded_client.py": "how many parts of a reply are missing",
     "core/events.py": "the list of listeners",
     "net/client.py": "the state of a connection; waits have limits",
     "net/loop.py": "the send queues, and sends that do not block",

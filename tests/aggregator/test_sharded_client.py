@@ -91,11 +91,18 @@ def test_counters_add_up_and_each_server_is_named(job: Job, caplog: pytest.LogCa
 
 def test_replies_name_the_workers_of_all_packets() -> None:
     parts = [
-        Reply(np.array([2, 3]), np.array([[True, True, False], [True] * 3]), FrameFlags.USED, 1024),
-        Reply(np.array([2]), np.array([[False, True, True]]), FrameFlags.PRESENT, 1024),
+        Reply(
+            np.array([2, 3]),
+            np.array([[True, True, False], [True] * 3]),
+            FrameFlags.USED,
+            1024,
+            np.array([False, True]),
+        ),
+        Reply(np.array([2]), np.array([[False, True, True]]), FrameFlags.PRESENT, 1024, np.array([False])),
     ]
     whole = Reply.join(parts)
     assert whole.counts.tolist() == [2, 3, 2] and whole.counted[2].tolist() == [False, True, True]
+    assert whole.filled.tolist() == [False, True, False]
     assert whole.flags == FrameFlags.USED | FrameFlags.PRESENT
     assert whole.counts_of_blocks(1024, 3).tolist() == [2, 3, 2]
 

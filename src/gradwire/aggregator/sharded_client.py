@@ -98,7 +98,7 @@ def _joined(parts: Sequence[Future[Reply]]) -> Future[Reply]:
 
     def note(part: Future[Reply]) -> None:
         nonlocal missing
-        error = part.exception()
+        error = part.exception(0)  # it has ended
         with lock:
             was_open = missing > 0
             missing = 0 if error is not None else missing - 1
@@ -107,7 +107,7 @@ def _joined(parts: Sequence[Future[Reply]]) -> Future[Reply]:
         if error is not None:
             whole.set_exception(error)
         else:
-            whole.set_result(Reply.join([each.result() for each in parts]))
+            whole.set_result(Reply.join([each.result(0) for each in parts]))
 
     for each in parts:
         each.add_done_callback(note)
