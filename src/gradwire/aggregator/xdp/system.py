@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -193,4 +194,9 @@ def _library() -> tuple[ctypes.CDLL, int]:
             f"--xdp needs Linux on {', '.join(_NUMBERS)}; this machine is {sys.platform} on {platform.machine()}. "
             "Serve without --xdp."
         )
-    return ctypes.CDLL(None, use_errno=True), number
+    return _loaded_library(), number
+
+
+@functools.cache
+def _loaded_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
