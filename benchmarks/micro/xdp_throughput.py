@@ -29,6 +29,8 @@ import typer
 from gradwire.aggregator.client import AggregationClient
 from gradwire.aggregator.packet import HeaderField, PacketKey, PacketKind, field, pack
 from gradwire.aggregator.session import IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.xdp.guard import GUARDS
+from gradwire.aggregator.xdp.loader import MODES
 from gradwire.kernels import reference
 from gradwire.lab import Lab
 from gradwire.net.client import ConnectionOptions
@@ -45,7 +47,7 @@ CASES = {
     "python": ("--udp",),
     **{
         f"{mode}_{guard}": ("--xdp", "eth0", "--xdp-mode", mode, *(["--trust-network"] if guard == "crc32c" else []))
-        for mode, guard in product(("native", "generic"), ("siphash", "crc32c"))
+        for mode, guard in product(MODES, sorted(GUARDS))
     },
 }
 """Options of `gradwire serve --aggregate`."""
@@ -137,6 +139,7 @@ def measure(case: str, seconds: float) -> dict[str, float]:
     """One case, in a lab of its own."""
     key = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
     with Lab(2) as lab:
+        lab.receive_by_napi(0)
         serve = [sys.executable, "-m", "gradwire.cli", "serve", "--aggregate", "--workers", str(WORKERS)]
         serve += ["--host", lab.addresses[0], "--port", str(PORT), *CASES[case]]
         server = lab.popen(serve, 0, env=key, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -160,11 +163,11 @@ def run(
     only: Annotated[list[str] | None, typer.Option(help="Cases to measure; all by default.")] = None,
 ) -> Iterator[dict[str, Any]]:
     """Contributions a second of all cases, in turns."""
-    for _, case in product(range(turns), only or CASES):
+    for turn, case in product(range(turns), only or CASES):
         found = measure(case, seconds)
         where = {
             "method": "thc", "case": case, "packet_elements": ELEMENTS, "ranks": WORKERS, "rate": "none",
-            "source": "measured",
+            "source": "measured", "run": turn,
         }  # fmt: skip
         yield {**where, "metric": "contributions_per_second", "value": found["rate"], "unit": "1/s"}
         yield {**where, "metric": "sent_again", "value": found["repeated"] / found["rounds"], "unit": "1/round"}

@@ -115,6 +115,10 @@ class Network:
         if batch:
             self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
 
+    def receive_by_napi(self, host: int) -> None:
+        """Let the bridge receive a host's frames by NAPI; see `offload.py`."""
+        self._namespaces.tool(None, [sys.executable, "-I", "-S", _OFFLOAD_SCRIPT, "gro", f"port{host}"])
+
     def counters(self) -> tuple[InterfaceCounters, ...]:
         """Traffic of each host's interface, read at the bridge's ends of the cables in one go."""
         table = parse_net_dev(self._namespaces.net_dev())
@@ -136,7 +140,7 @@ class Network:
         hosts = range(self._num_hosts)
         tool = self._namespaces.tool
         tool(None, ["ip", "-batch", "-"], "\n".join(self._bridge_script()))
-        tool(None, [sys.executable, "-I", "-S", _OFFLOAD_SCRIPT, *(f"host{host}" for host in hosts)])
+        tool(None, [sys.executable, "-I", "-S", _OFFLOAD_SCRIPT, "tso", *(f"host{host}" for host in hosts)])
         moves = [f"link set host{host} name {INTERFACE} netns {self._namespaces.path(host)}" for host in hosts]
         tool(None, ["ip", "-batch", "-"], "\n".join(moves))
         fdb = [f"fdb add {_hardware_address(host)} dev port{host} master static" for host in hosts]

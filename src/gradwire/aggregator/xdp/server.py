@@ -69,6 +69,7 @@ class XdpInterface:
 
     def run(self, slots: KernelSlots) -> None:
         """Run the programs of a session from now on."""
+        slots.send_through(loader.interface_index(self.name))
         loader.replace(self._signer_link, slots.signer)
         loader.replace(self._copier_link, slots.copier)
         loader.replace(self._link, slots.program)

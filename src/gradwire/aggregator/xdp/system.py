@@ -55,6 +55,7 @@ class AttachType(IntEnum):
     """Places of links and of programs that are loaded for one place."""
 
     NONE = 0
+    XDP_DEVICE_MAP = 33
     XDP = 37
     TCX_INGRESS = 46
     TCX_EGRESS = 47
