@@ -4,7 +4,7 @@
     multicast   Python's server over UDP; each result is sent once, to all ranks
     xdp         the program in the kernel's packet path, in generic mode, which works between virtual cables
 
-The server's link has the rate of the ranks' links (`equal`), or W times that rate (`wide`). Packets of `multicast` and
+The server's link has the rate of the ranks' links, or W times that rate (`wide`). Packets of `multicast` and
 `xdp` fit an Ethernet frame. Parts, rounds and steps are those of `benchmarks.papers.thc.lab`. Each cell is a job of its
 own, with new processes, so a run that was ended goes on with the cells that its file lacks.
 
@@ -44,9 +44,9 @@ CASES = {
     "DDP fp16 hook": Case(DDP_FP16),
     "co-located": Case("thc@scatter_reduce"),
     **{
-        f"{server}, {width}": Case(method, server, link)
+        f"{server}{width}": Case(method, server, link)
         for (server, method), (width, link) in product(
-            {"tcp": "thc@server", "multicast": _FRAMES, "xdp": _FRAMES}.items(), {"equal": 1.0, "wide": RANKS}.items()
+            {"tcp": "thc@server", "multicast": _FRAMES, "xdp": _FRAMES}.items(), {"": 1.0, " wide": RANKS}.items()
         )
     },
 }
@@ -57,7 +57,7 @@ _COLUMNS = ("round", "round_worker", "round_server", "round_wire")
 
 def run(
     parts: Annotated[str, typer.Option(help="rounds, steps, or both.")] = "",
-    cases: Annotated[str, typer.Option(help=f"Cases, with semicolons in between: {'; '.join(CASES)}.")] = "",
+    cases: Annotated[str, typer.Option(help=f"Cases: {', '.join(CASES)}.")] = "",
     rates: Rates = "",
     workload: Annotated[str, typer.Option(help="What the ranks train.")] = "text",
     seconds: Seconds = 8.0,
@@ -66,7 +66,7 @@ def run(
     done: AbstractSet[tuple[str, ...]] = frozenset(),
 ) -> Iterator[list[Row]]:
     """All cells, each a list of rows. At each rate, the cases follow each other."""
-    chosen = listed(rates, RATES), choose(cases, list(CASES), separator=";"), choose(parts, list(PARTS))
+    chosen = listed(rates, RATES), choose(cases, list(CASES)), choose(parts, list(PARTS))
     for rate, name, part in product(*chosen):
         fixed = {"case": name, "ranks": RANKS, "dtype": "float32", "source": "measured"}
         if key_of({**fixed, "part": part, "rate": rate}, KEY) in done:

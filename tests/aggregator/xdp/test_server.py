@@ -78,6 +78,7 @@ def test_an_interface_that_cannot_be_had_is_an_error_with_advice():
     found = alone("taken")
     assert "Another XDP program is attached. Detach it: ip link set dev lo xdp off." in found["second"]
     assert "Its driver does not run XDP programs itself. Pass --xdp-mode generic." in found["native"]
+    assert "does not send what XDP programs redirect to it. Pass --xdp-mode native." in found["broadcast"]
 
 
 @pytest.mark.ci
