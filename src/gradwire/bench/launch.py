@@ -113,9 +113,10 @@ class _Listener:
 
     def _set_rate(self, lab: Lab, rate: str | None) -> None:
         lab.set_rate(rate)
-        if self.server is not None and rate is not None:
+        bits = parse_rate(rate)
+        if self.server is not None and bits is not None:
             host, link = self.server
-            lab.set_rate(link * (parse_rate(rate) or 0), host)
+            lab.set_rate(link * bits, host)
 
 
 def _run_in_lab(
