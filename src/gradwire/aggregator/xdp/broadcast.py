@@ -14,10 +14,10 @@ Results for single workers, and questions, go the way of `copies.py`.
 
 from __future__ import annotations
 
+from gradwire.aggregator.packet import PACKET_HEADER_BYTES
 from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import (
     HEADER_BYTES,
-    PACKET_HEADER_BYTES,
     address_to,
     get,
     server_in,
