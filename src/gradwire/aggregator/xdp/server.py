@@ -54,7 +54,7 @@ class XdpInterface:
         if mode == loader.BROADCAST and not sends_redirected(index):
             raise OptionError(
                 f"The driver of {interface} does not send what XDP programs redirect to it. Pass --xdp-mode native. A "
-                "cable (veth) does while its other end receives by NAPI: ethtool -K PORT gro on."
+                "cable (veth) does while its other end has an XDP program, too."
             )
         idle, idle_control = Assembler("xdp"), Assembler("tc")
         idle.leave(PASS)
