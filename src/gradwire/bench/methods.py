@@ -303,8 +303,9 @@ class Attached:
         if isinstance(policy, MomentumCorrection):
             policy = MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
         plan = Plan(compressor(method), strategy=strategy(method), feedback=policy)
-        server = Aggregator.of(None)
-        options = SyncOptions(seed=seed, server=server and replace(server, mtu=mtu(method)))
+        bound, server = mtu(method), Aggregator.of(None)
+        bounded = replace(server, mtu=bound) if bound and server else None  # None: as the environment says
+        options = SyncOptions(seed=seed, server=bounded)
         self.handle = attach(ddp, plan, optimizer=optimizer, options=options)
 
     def costs(self, steps: int) -> MethodCosts:
