@@ -50,10 +50,11 @@ test-trainers: $(TRAINERS)/.installed ## gradwire.trainers and its examples with
 test-peer: $(STAMP) ## torch's own tests of DDP on CPU with gradwire attached, with 2 and 3 ranks, against the same tests without it
 	$(BIN)/python -m tests.peer
 
-test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and as many that coverage guides, 100,000 schedules of faults, damage to every byte of a server's files, 200 runs of the README's example, properties on new examples, and the tests marked slow
+test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and as many that coverage guides, 100,000 schedules of faults for the aggregator in Python and for the one in the kernel (root), damage to every byte of a server's files, 200 runs of the README's example, properties on new examples, and the tests marked slow
 	$(BIN)/python -m tests.fuzz --cases 1000000
 	$(BIN)/python -m tests.fuzz.guided --cases 1000000
 	$(BIN)/python -m tests.schedules --schedules 100000
+	$(BIN)/python -m tests.schedules --xdp --schedules 100000 --record build/xdp.jsonl
 	$(BIN)/python -m tests.damage
 	$(BIN)/python -m tests.integration.readme_example --runs 200
 	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign

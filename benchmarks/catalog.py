@@ -255,6 +255,11 @@ _THC = (
         "papers.thc.lab",
     ),
     Benchmark(
+        "thc-servers",
+        "... with results by multicast, sums in the kernel (XDP), and a server's link as wide as all others together?",
+        "papers.thc.lab_servers", recorded=False,
+    ),
+    Benchmark(
         "thc-simulated",
         "How fast would seven models and ResNets train on 4 and 8 machines, simulated? (figures 6, 9, 12, 13)",
         "papers.thc.simulated",

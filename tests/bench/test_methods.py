@@ -51,6 +51,7 @@ def test_labels_are_for_readers():
     assert methods.label("ddp-fp16") == "DDP fp16 hook"
     assert methods.label("topk:ratio=0.01") == "gradwire topk ratio 0.01"
     assert methods.label("dgc:ratio=0.01@ring") == "gradwire dgc ratio 0.01, ring"
+    assert methods.label("thc@server:mtu=1500") == "gradwire thc, server, mtu 1500"
     assert methods.label("dgc:ratio=0.01/momentum:clip=1.0") == "gradwire dgc ratio 0.01, momentum"
 
 
@@ -79,3 +80,12 @@ def test_a_plan_is_read_from_its_file(tmp_path):
     assert list(methods.plan_table(f"plan:{path}").entries()) == ["0.weight"]
     with pytest.raises(OptionError, match="gradwire plan --save FILE"):
         methods.check(["plan:nowhere.json"])
+
+
+def test_a_server_may_have_an_mtu():
+    assert methods.strategy("thc@server:mtu=1500/error") == "server"
+    assert [methods.mtu(method) for method in ("thc@server:mtu=1500/error", "thc@server", "thc")] == [1500, 0, 0]
+    methods.check(["thc@server:mtu=1500"])
+    for method in ("thc@ring:mtu=1500", "thc@server:mtu=large", "thc@server:frames=1500"):
+        with pytest.raises(OptionError, match="The only option of a strategy is NAME@server:mtu=BYTES"):
+            methods.check([method])

@@ -67,8 +67,10 @@ def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:
 
 
 def test_one_aggregator_serves_one_method_after_another_at_the_address_of_its_host(tmp_path) -> None:
-    server = thc_lab.server_process(str(tmp_path), thc_lab.served(thc_lab.METHODS)).at("10.0.0.5")
+    asked = thc_lab.Asked(["1gbit"], list(thc_lab.METHODS), "text", 1.0, 0, 0, 60.0, server="xdp", link=4)
+    server = thc_lab.server_process(str(tmp_path), asked, thc_lab.served(asked.methods)).at("10.0.0.5")
     assert server.command[4] == "serve"
-    assert json.loads(server.command[5])[:2] == [1, "10.0.0.5"]
+    assert json.loads(server.command[5])[:3] == ["xdp", 1, "10.0.0.5"]
+    assert server.link == 4
     assert server.variables["GRADWIRE_AGGREGATOR"] == f"10.0.0.5:{thc_lab.PORT}"
     assert ServerProcess(["run"]).at("there") == ServerProcess(["run"])

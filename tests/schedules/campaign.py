@@ -2,8 +2,7 @@
 
     python -m tests.schedules --schedules 100000          # 20 minutes on two cores
     python -m tests.schedules --only 4711                 # one of them again
-    python -m tests.schedules --schedules 100000 --xdp    # against the program in the kernel (root)
-    python -m tests.schedules --xdp --schedules 100000 --record build/xdp.jsonl    # goes on where it was ended
+    python -m tests.schedules --xdp --schedules 100000 --record build/xdp.jsonl    # goes on where it was ended (root)
 
 Each schedule is a job with random workers, window, loss of up to a half, repetition, reordering, truncation, flipped
 bits, slow workers, fraction, sums that are filled with zeros after a while, and restarts of the server. Every result of
@@ -40,6 +39,8 @@ LOSSES = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5)
 LIMIT_SECONDS = 10_000.0  # of virtual time
 BLOCK = 50
 """Schedules that a process runs, and a record notes, at a time."""
+REPORTED = 20
+"""Blocks after which a sitting says how far it is."""
 ROOT = Path(__file__).parents[2]
 _CHANGED = "-dirty"
 TESTED = "src/gradwire/aggregator", "src/gradwire/kernels", "src/gradwire/wire", "tests/schedules"
@@ -158,8 +159,8 @@ def campaign(seeds: range, processes: int, record: Record, *, xdp: bool = False)
             record.add(*done)
             for seed, error in done[2]:
                 print(f"schedule {seed}: {error}", flush=True)
-            if number % 100 == 0:
-                print(record.summary(), flush=True)
+            if number % REPORTED == 0:
+                print(f"Block {number} of {len(due)}. {record.summary()}", flush=True)
 
 
 def main(

@@ -47,6 +47,7 @@ class _Worker:
         self.round = 0
         self.waits_for = 0
         self.starts_at = 0.0
+        self.due: float | None = None  # when it next does something by itself; None if that has to be asked
         self.outs: dict[int, np.ndarray] = {}
 
 
@@ -132,9 +133,15 @@ class AggregationSimulation:
             self._join(worker)
 
     def _join(self, worker: _Worker) -> None:
+        worker.due = None
         self._send_to_server(worker, worker.end.joined(self.aggregator.epoch, self.network.now))
 
     def _due(self, worker: _Worker) -> float:
+        if worker.due is None:
+            worker.due = self._asked_due(worker)
+        return worker.due
+
+    def _asked_due(self, worker: _Worker) -> float:
         if worker.round == len(self._rounds):
             return math.inf
         if not worker.waits_for:
@@ -143,7 +150,7 @@ class AggregationSimulation:
         return math.inf if deadline is None else deadline
 
     def _go_on(self, worker: _Worker) -> None:
-        now = self.network.now
+        now, worker.due = self.network.now, None
         if not worker.waits_for:
             self._next_round(worker)
         self._finish(worker, worker.end.fill(now))
@@ -165,6 +172,7 @@ class AggregationSimulation:
             self._send(self.aggregator.flush())
             return
         worker = self._workers[arrival.receiver]
+        worker.due = None
         with contextlib.suppress(FrameError):
             done, datagrams = worker.end.receive(arrival.data, self.network.now)
             self._send_to_server(worker, datagrams)

@@ -33,7 +33,7 @@ from benchmarks.options import Rates, Seconds, choose, listed
 from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
 from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment
 from gradwire.bench.launch import ServerProcess, launch
-from gradwire.bench.methods import DDP_FP32, label
+from gradwire.bench.methods import DDP_FP32, is_native, label, strategy
 from gradwire.bench.training import TrainingOptions
 from gradwire.bench.training import run as train
 from gradwire.bench.workloads import make_workload
@@ -49,7 +49,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """Options; see `run`."""
+    """Options; see `run`, and `benchmarks.papers.thc.lab_ends.SERVERS` for `server`.
+
+    `link` is the rate of the server's link over that of the ranks.
+    """
 
     rates: list[str]
     methods: list[str]
@@ -58,20 +61,24 @@ class Asked:
     steps: int
     every: int
     deadline: float
-    loopback: bool
+    loopback: bool = False
+    server: str = "tcp"
+    link: float = 1.0
 
 
-def server_process(folder: str, sessions: int) -> ServerProcess:
+def server_process(folder: str, asked: Asked, sessions: int) -> ServerProcess:
     """Aggregator process for `sessions` consecutive methods."""
     report = str(Path(folder) / "server")
-    command = processes.command("benchmarks.papers.thc.lab_ends", "serve", sessions, "{host}", RANKS, report)
+    arguments = asked.server, sessions, "{host}", RANKS, report
+    command = processes.command("benchmarks.papers.thc.lab_ends", "serve", *arguments)
     key = secrets.token_hex(32)  # of this run alone
-    return ServerProcess(command, {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key})
+    variables = {"GRADWIRE_AGGREGATOR": f"{{host}}:{PORT}", "GRADWIRE_JOB_KEY": key}
+    return ServerProcess(command, variables, asked.link)
 
 
 def served(methods: Sequence[str]) -> int:
     """Number of methods that need the aggregator."""
-    return sum(method.endswith("@server") for method in methods)
+    return sum(not is_native(method) and strategy(method) == "server" for method in methods)
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
@@ -92,7 +99,7 @@ def measure_rounds(asked: Asked) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         needed = served([segment.method for segment in segments])
-        server = server_process(folder, needed)
+        server = server_process(folder, asked, needed)
         job = BenchmarkJob(asked.workload, segments, folder="", deadline_seconds=asked.deadline, replay=True)
         launch(job, RANKS, hear, lab=not asked.loopback, module="benchmarks.papers.thc.lab_ends", server=server)
         report = Path(folder) / "server"
@@ -140,7 +147,7 @@ def measure_steps(asked: Asked) -> Iterator[Row]:
         deadline_seconds=asked.deadline, replay=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = train(options, server=server_process(folder, served(asked.methods)))
+        result = train(options, server=server_process(folder, asked, served(asked.methods)))
     for entry in result.results:
         for time in entry.times:
             here = {"part": "steps", "method": entry.method, "rate": time.rate, "size": result.num_parameters}
@@ -158,7 +165,7 @@ def measure_learning(asked: Asked) -> Iterator[Row]:
         deadline_seconds=asked.deadline,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = train(options, server=server_process(folder, served(asked.methods)))
+        result = train(options, server=server_process(folder, asked, served(asked.methods)))
     for entry in result.results:
         here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters}
         for step, loss, accuracy in entry.validations:

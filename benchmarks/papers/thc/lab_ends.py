@@ -26,11 +26,18 @@ from gradwire.bench.worker import main
 from gradwire.core.events import Event
 from gradwire.kernels import active as kernels
 from gradwire.lab.counters import interface_counters
+from gradwire.lab.network import INTERFACE
 
 PORT = 7071
 WARM_UPS = 3
 LEAST, MOST = 4, 30  # timed rounds
 BUCKET_MB = 25.0
+SERVERS: dict[str, dict[str, Any]] = {
+    "tcp": {},
+    "multicast": {"udp": True, "multicast": ("239.71.87.1", 7072)},
+    "xdp": {"udp": True, "xdp": INTERFACE, "xdp_mode": "generic"},
+}
+"""Options of `gradwire.aggregator.options.AggregationOptions`, by kind of server."""
 
 
 def rounds(rank: Rank) -> RunSegment:
@@ -88,7 +95,7 @@ def listening(replay: Replay) -> Iterator[dict[str, float]]:
     stop()
 
 
-def serve(sessions: int, host: str, workers: int, report: str) -> None:
+def serve(kind: str, sessions: int, host: str, workers: int, report: str) -> None:
     """Aggregate for each method in turn. The report has one line of processor seconds for each method."""
     from gradwire.aggregator.options import AggregationOptions
     from gradwire.aggregator.process import AggregationServer
@@ -97,7 +104,7 @@ def serve(sessions: int, host: str, workers: int, report: str) -> None:
         kernels.lookup_indices(np.zeros(512, np.uint8), 4, np.arange(16, dtype=np.uint32), accumulator, True)
     for _ in range(sessions):
         began = time.process_time()
-        AggregationServer(AggregationOptions(workers, host, PORT)).run(lambda said: None)
+        AggregationServer(AggregationOptions(workers, host, PORT, **SERVERS[kind])).run(lambda said: None)
         with Path(report).open("a") as file:
             file.write(f"{time.process_time() - began}\n")
 

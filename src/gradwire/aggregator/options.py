@@ -19,7 +19,8 @@ class AggregationOptions(ServerOptions):
         drop: Fraction of the received datagrams to drop, to try the effect of losses.
         xdp: Network interface at which a program in the kernel adds up (`gradwire.aggregator.xdp`); None adds up in
             this process alone.
-        xdp_mode: How the program is attached: ``"native"`` by the driver, ``"generic"`` with any driver.
+        xdp_mode: How the program is attached: ``"native"`` by the driver; ``"broadcast"`` by the driver, which also
+            sends the copies of results; ``"generic"`` with any driver.
         guard: How that program knows packets: ``"siphash"`` by a keyed tag, ``"crc32c"`` by a checksum alone, for
             networks that the operator trusts.
     """

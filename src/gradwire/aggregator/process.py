@@ -42,6 +42,7 @@ from gradwire.aggregator.session import (
 )
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots, prepare
 from gradwire.aggregator.xdp.layout import Layout
+from gradwire.aggregator.xdp.loader import BROADCAST
 from gradwire.aggregator.xdp.seals import keys
 from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames, check_waits
 from gradwire.core import threads
@@ -157,7 +158,10 @@ class AggregationServer(Server):
                 self._datagrams.multicast_from(self._datagrams.address[0])
         if self.options.xdp is not None:
             self._interface = XdpInterface(self.options.xdp, self.options.xdp_mode)
-            self._prepared = prepare(self.options.workers, self._interface.mtu, self.options.guard, self.address[1])
+            self._prepared = prepare(
+                self.options.workers, self._interface.mtu, self.options.guard, self.address[1],
+                broadcast=self.options.xdp_mode == BROADCAST,
+            )  # fmt: skip
 
     def _serve(self) -> None:
         if self._datagrams is not None:
@@ -296,7 +300,8 @@ class AggregationServer(Server):
             return None
         check_waits(config)
         check_frames(config, self._interface)
-        slots = KernelSlots(config, self.options.guard, self.address[1], self._prepared)
+        broadcast = self.options.xdp_mode == BROADCAST
+        slots = KernelSlots(config, self.options.guard, self.address[1], self._prepared, broadcast=broadcast)
         self._interface.run(slots)
         total = sum(config.num_packets(stream) for stream in range(len(config.streams)))
         self._on_event(f"The kernel adds up {sum(slots.streams)} of {total} packets at {self._interface.name}")

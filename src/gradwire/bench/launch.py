@@ -14,6 +14,7 @@ from gradwire.bench.job import BenchmarkJob, Message, RateRequest, SegmentOutcom
 from gradwire.core.errors import GradwireError
 from gradwire.lab import Lab
 from gradwire.lab.runner import END_AFTER_S, Runner, signal_group
+from gradwire.lab.units import parse_rate
 
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 15
@@ -28,15 +29,18 @@ class ServerProcess:
     Attributes:
         command: Command line. ``{host}`` is replaced by the address of its host.
         variables: Environment variables of all processes, with the same replacement.
+        link: Rate of its host's link in the lab, over that of the ranks.
     """
 
     command: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
+    link: float = 1.0
 
     def at(self, host: str) -> ServerProcess:
         """The same process with the address filled in."""
         command = [word.replace("{host}", host) for word in self.command]
-        return ServerProcess(command, {name: value.replace("{host}", host) for name, value in self.variables.items()})
+        variables = {name: value.replace("{host}", host) for name, value in self.variables.items()}
+        return replace(self, command=command, variables=variables)
 
 
 class RanksError(GradwireError, RuntimeError):
@@ -91,6 +95,7 @@ class _Listener:
     def __init__(self, folder: Path, on_message: OnMessage) -> None:
         self.outcomes: list[SegmentOutcome] = []
         self.lab: Lab | None = None
+        self.server: tuple[int, float] | None = None  # its host, and its link over that of the ranks
         self._folder = folder
         self._on_message = on_message
 
@@ -100,11 +105,18 @@ class _Listener:
             return
         if isinstance(message, RateRequest):
             assert self.lab is not None, "ranks ask for rates only in a lab"
-            self.lab.set_rate(message.rate)
+            self._set_rate(self.lab, message.rate)
             (self._folder / f"rate-{message.ticket}").touch()
         if isinstance(message, SegmentOutcome):
             self.outcomes.append(message)
         self._on_message(message)
+
+    def _set_rate(self, lab: Lab, rate: str | None) -> None:
+        lab.set_rate(rate)
+        bits = parse_rate(rate)
+        if self.server is not None and bits is not None:
+            host, link = self.server
+            lab.set_rate(link * bits, host)
 
 
 def _run_in_lab(
@@ -113,6 +125,7 @@ def _run_in_lab(
     with Lab(world_size + (server is not None)) as lab:
         listener.lab = lab
         placed = ServerProcess([]) if server is None else server.at(lab.addresses[world_size])
+        listener.server = None if server is None else (world_size, server.link)
         result = lab.run(
             lambda host: command if host < world_size else placed.command,
             env={**_environment(), **placed.variables, "WORLD_SIZE": str(world_size)},

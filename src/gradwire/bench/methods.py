@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -130,6 +130,7 @@ def label(method: str) -> str:
     spec, _, strategy = method.partition("@")
     name, _, options = spec.partition(":")
     label = f"gradwire {name}" + (f" {options.replace('=', ' ').replace(':', ', ')}" if options else "")
+    strategy = strategy.replace(":", ", ").replace("=", " ")
     return ", ".join(part for part in (label, strategy, policy.partition(":")[0]) if part)
 
 
@@ -148,6 +149,7 @@ def check(methods: list[str]) -> None:
         elif not is_native(method):
             compressor(method)
             strategy(method)
+            mtu(method)
             feedback(method)
     if len(set(methods)) < len(methods):
         raise OptionError(f"A method is given twice: {', '.join(methods)}. Give each method once.")
@@ -169,10 +171,20 @@ def strategy(method: str) -> str | None:
     import gradwire.aggregator.strategy  # noqa: F401  # registers itself
     from gradwire.sync.strategies import STRATEGIES
 
-    _, at, name = method.partition("/")[0].partition("@")
+    _, at, place = method.partition("/")[0].partition("@")
+    name = place.partition(":")[0]
     if at and name not in STRATEGIES:
         raise UnknownNameError("strategy", name, STRATEGIES)
     return name or None
+
+
+def mtu(method: str) -> int:
+    """Bytes of ``NAME@server:mtu=BYTES``, which no packet to or from the aggregator exceeds; 0 for no bound."""
+    options = method.partition("/")[0].partition("@")[2].partition(":")[2]
+    key, _, value = options.partition("=")
+    if options and (key != "mtu" or not value.isdigit() or strategy(method) != "server"):
+        raise OptionError(f"Cannot read {method!r}. The only option of a strategy is NAME@server:mtu=BYTES.")
+    return int(value or 0)
 
 
 def feedback(method: str) -> Policy | None:
@@ -281,6 +293,7 @@ class Attached:
     """`gradwire.attach`, with costs from its report. Momentum correction uses the optimizer's momentum."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        from gradwire.aggregator.service import Aggregator
         from gradwire.ddp.attach import attach
         from gradwire.residuals.momentum import MomentumCorrection
         from gradwire.sync.options import SyncOptions
@@ -290,7 +303,10 @@ class Attached:
         if isinstance(policy, MomentumCorrection):
             policy = MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
         plan = Plan(compressor(method), strategy=strategy(method), feedback=policy)
-        self.handle = attach(ddp, plan, optimizer=optimizer, options=SyncOptions(seed=seed))
+        bound, server = mtu(method), Aggregator.of(None)
+        bounded = replace(server, mtu=bound) if bound and server else None  # None: as the environment says
+        options = SyncOptions(seed=seed, server=bounded)
+        self.handle = attach(ddp, plan, optimizer=optimizer, options=options)
 
     def costs(self, steps: int) -> MethodCosts:
         """See `ConnectedMethod`."""

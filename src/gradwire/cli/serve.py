@@ -54,7 +54,11 @@ def serve(
         str, typer.Option(help="Network interface at which the kernel adds up, on Linux as root; --aggregate.")
     ] = "",
     xdp_mode: Annotated[
-        str, typer.Option(help="native: in the interface's driver; generic: with any driver; --xdp.")
+        str,
+        typer.Option(
+            help="native: in the interface's driver; broadcast: the driver copies results, too; generic: with any "
+            "driver; --xdp."
+        ),
     ] = "native",
     trust_network: Annotated[
         bool, typer.Option("--trust-network", help="Checksums instead of keyed tags in packets; --xdp.")

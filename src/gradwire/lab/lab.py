@@ -225,6 +225,12 @@ class Lab:
         hosts = range(self.num_hosts) if host is None else range(host, host + 1)
         self._network.set_rate(parse_rate(rate), hosts)
 
+    def receive_by_napi(self, host: int) -> None:
+        """Let the bridge receive by NAPI what a host sends: its XDP programs need that to send in native mode."""
+        self._check_open()
+        self._check_host(host)
+        self._network.receive_by_napi(host)
+
     def close(self) -> None:
         """Kill everything that runs on the hosts and take the network down. May be called again."""
         self._end(self._processes)

@@ -29,10 +29,15 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradwire.lab.counters import Drops, InterfaceCounters, parse_net_dev
 from gradwire.lab.namespaces import Namespaces
+from gradwire.lab.napi import receive_by_napi
 from gradwire.lab.rights import find_loss_tool
+
+if TYPE_CHECKING:
+    from gradwire.aggregator.xdp.system import Descriptor
 
 INTERFACE = "eth0"
 _OFFLOAD_SCRIPT = str(Path(__file__).with_name("offload.py"))
@@ -89,6 +94,7 @@ class Network:
         self._queue = queue
         self._loss_tool = find_loss_tool() if loss else None
         self._rates: list[int | None] = [None] * num_hosts
+        self._programs: dict[int, Descriptor] = {}  # attached to the bridge's end of a host's cable
         self._connect()
         if delay is not None:
             for host in range(num_hosts):
@@ -114,6 +120,10 @@ class Network:
             batch.append(_qdisc(f"port{host}", rate_bits, self._queue, was_shaped=was_shaped))
         if batch:
             self._namespaces.tool(None, ["tc", "-batch", "-"], "\n".join(batch))
+
+    def receive_by_napi(self, host: int) -> None:
+        """Let the bridge receive a host's frames by NAPI; see `napi.py`."""
+        self._programs[host] = receive_by_napi(self._namespaces.path(None), f"port{host}")
 
     def counters(self) -> tuple[InterfaceCounters, ...]:
         """Traffic of each host's interface, read at the bridge's ends of the cables in one go."""

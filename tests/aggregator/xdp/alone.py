@@ -57,11 +57,13 @@ def joined(config: SessionConfig = CONFIG) -> list[AggregationClient]:
 
 
 def taken() -> dict[str, object]:
-    """An interface that has a program, and the native mode on one that has no driver for it."""
+    """An interface that has a program, the native mode without a driver for it, and a cable that sends for nobody."""
     with served("--xdp", "lo", "--xdp-mode", "generic") as first:
         second = serve("--xdp", "lo", "--xdp-mode", "generic", "--port", "7072").communicate(timeout=WAIT)[0]
         first.terminate()
-    return {"second": second, "native": serve("--xdp", "lo").communicate(timeout=WAIT)[0]}
+    native = serve("--xdp", "lo").communicate(timeout=WAIT)[0]
+    broadcast = serve("--xdp", "idle", "--xdp-mode", "broadcast").communicate(timeout=WAIT)[0]
+    return {"second": second, "native": native, "broadcast": broadcast}
 
 
 def long_frames() -> dict[str, object]:

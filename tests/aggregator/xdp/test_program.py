@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import threading
@@ -25,6 +26,7 @@ from tests.schedules.kernel import Sealer, begun, framed, kernel_config, keys_of
 
 EPOCH = 9
 FIRST = PacketKey(0, 0, 0)
+REDIRECTED = 4  # the verdict that the kernel's function for it returns
 
 
 def slots_for(world_size: int, guard: str = "crc32c", **options: object) -> KernelSlots:
@@ -135,6 +137,26 @@ def test_a_copy_is_signed_for_its_worker_alone(body_bytes):
         assert sealer.opened(worker, left[42:]) is None
     assert run_in_traffic_control(slots.signer, blank, mark=0) == (CONTINUE, blank)
     assert run_in_traffic_control(slots.signer, blank[:-1], mark=MARK)[0] == DROP_COPY
+
+
+@pytest.mark.bpf
+@pytest.mark.parametrize("guard", ["crc32c", "siphash"])
+def test_a_result_for_all_is_redirected_to_the_driver_and_one_for_a_worker_is_not(guard):
+    verdicts, answers = [], []
+    for broadcast in (False, True):
+        with contextlib.closing(KernelSlots(kernel_config(2), guard, 7071, broadcast=broadcast)) as slots:
+            slots.begin(EPOCH)
+            for worker in (0, 1):
+                slots.join(worker, (f"10.77.1.{worker + 1}", 5000 + worker), *keys_of(worker, EPOCH))
+            slots.send_through(1)
+            sealer = Sealer(2, guard, EPOCH)
+            frames = [framed(sealer.sealed(worker, contribution(worker)), worker) for worker in (0, 1)]
+            frames.append(framed(sealer.sealed(0, contribution(0)), 0))
+            found = [run_program(slots.program, frame) for frame in frames]
+            verdicts.append([verdict for verdict, _, _ in found])
+            answers.append([answer for _, _, answer in found])
+    assert verdicts == [[SEND_BACK, PASS, PASS], [SEND_BACK, REDIRECTED, PASS]]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.bpf

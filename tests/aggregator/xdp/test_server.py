@@ -36,10 +36,14 @@ def alone(case: str) -> dict:
 @pytest.mark.root
 @pytest.mark.bpf
 @pytest.mark.loss
-@pytest.mark.parametrize(("mode", "guard"), [("generic", "siphash"), ("native", "crc32c")])
+@pytest.mark.parametrize(
+    ("mode", "guard"), [("generic", "siphash"), ("native", "crc32c"), ("broadcast", "siphash"), ("broadcast", "crc32c")]
+)
 def test_workers_get_the_kernels_sums_with_loss(mode, guard):
     command = [sys.executable, "-m", "tests.aggregator.xdp.host", str(ROUNDS), mode, guard]
     with Lab(4, "1gbit", loss="1%") as lab:
+        if mode == "broadcast":
+            lab.receive_by_napi(0)
         result = lab.run(command, env={"GRADWIRE_JOB_KEY": secrets.token_hex(32)}, timeout=100).check()
     workers = [json.loads(each.stdout) for each in result.hosts[1:]]
     assert {worker["digest"] for worker in workers} == {digest(host.CONFIG, ROUNDS)}
@@ -93,6 +97,7 @@ def test_an_interface_that_cannot_be_had_is_an_error_with_advice():
     found = alone("taken")
     assert "Another XDP program is attached. Detach it: ip link set dev lo xdp off." in found["second"]
     assert "Its driver does not run XDP programs itself. Pass --xdp-mode generic." in found["native"]
+    assert "does not send what XDP programs redirect to it. Pass --xdp-mode native." in found["broadcast"]
 
 
 @pytest.mark.ci

@@ -17,17 +17,16 @@ from gradwire.aggregator.packet import PACKET_HEADER_BYTES, PacketKind
 from gradwire.aggregator.xdp.assembler import Assembler, Register
 from gradwire.aggregator.xdp.frames import (
     HEADER_BYTES,
-    IP_AT,
     KEY_BYTES,
-    UDP_AT,
     Control,
+    address_to,
     get,
-    write_addresses,
+    server_in,
     write_control,
     write_held,
     write_lengths,
 )
-from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, LINK_AT, MARK, Layout
+from gradwire.aggregator.xdp.layout import ANSWER, EPOCH_AT, INTERFACE_AT, MARK, Layout
 from gradwire.aggregator.xdp.program import (
     CHECKSUMS_MAP,
     FIND,
@@ -62,7 +61,7 @@ class _Program:
         kind = code.load(metadata, 30, 1)
         code.call(PULL, code.context, HEADER_BYTES + PACKET_HEADER_BYTES)
         frame = self._frame(HEADER_BYTES + PACKET_HEADER_BYTES)
-        self._server = code.load(frame, 0, 4), code.load(frame, 4, 2), code.load(frame, IP_AT + 16, 4)
+        self._server = server_in(code, frame)
         self._session, self._checksums = self._find(SESSION_MAP, 0), self._find(CHECKSUMS_MAP, 0)
         packet = frame.at(HEADER_BYTES)
         worker, own_round = get(code, packet, "worker"), get(code, packet, "round")
@@ -115,7 +114,6 @@ class _Program:
 
     def _send_copies(self, workers: Register) -> None:
         code, layout = self.code, self.layout
-        low, high, source = self._server
         with code.loop(layout.world_size) as each, code.when((workers >> each.index & 1).differs(0)):
             skip = code.label()
             code.store(self._key_room, 0, each.index, 4)
@@ -126,13 +124,7 @@ class _Program:
             with code.when(interface.equals(0)):
                 code.jump(skip)
             frame = self._frame(HEADER_BYTES + PACKET_HEADER_BYTES)
-            code.store(frame, 0, code.load(record, LINK_AT, 4), 4)
-            code.store(frame, 4, code.load(record, LINK_AT + 4, 2), 2)
-            code.store(frame, 6, low, 4)
-            code.store(frame, 10, high, 2)
-            code.store(frame, UDP_AT, int.from_bytes(layout.port.to_bytes(2, "big"), "little"), 2)
-            code.store(frame, UDP_AT + 2, code.load(record, 4, 2), 2)
-            write_addresses(code, frame, source, code.load(record, 0, 4))
+            address_to(code, frame, layout.port, self._server, record)
             if layout.guard.trailer_bytes:
                 code.store(code.context, MARK_AT, each.index + MARK, 4)
             code.call(_CLONE, code.context, interface, 0)

@@ -13,7 +13,7 @@ from gradwire.aggregator.packet import (
     field,
 )
 from gradwire.aggregator.xdp.assembler import Assembler, Register
-from gradwire.aggregator.xdp.layout import NUMBER_AT, SENT_KEY_AT, Layout
+from gradwire.aggregator.xdp.layout import LINK_AT, NUMBER_AT, SENT_KEY_AT, Layout
 
 ETHERNET_BYTES, IP_BYTES, UDP_BYTES = 14, 20, 8
 HEADER_BYTES = ETHERNET_BYTES + IP_BYTES + UDP_BYTES
@@ -126,6 +126,25 @@ def return_to_sender(code: Assembler, frame: Register, packet_bytes: int) -> Non
     write_lengths(code, frame, packet_bytes)
     write_addresses(code, frame, destination, source)
     code.store(frame, UDP_AT, ports << 16 | ports >> 16, 4)
+
+
+def server_in(code: Assembler, frame: Register) -> tuple[Register, Register, Register]:
+    """Return where a frame of a worker is addressed to: the link-layer address in two parts, and the host."""
+    return code.load(frame, 0, 4), code.load(frame, 4, 2), code.load(frame, IP_AT + 16, 4)
+
+
+def address_to(
+    code: Assembler, frame: Register, port: int, server: tuple[Register, Register, Register], record: Register
+) -> None:
+    """Address a frame of the server's to a worker. `record` is a `WORKER`."""
+    low, high, source = server
+    code.store(frame, 0, code.load(record, LINK_AT, 4), 4)
+    code.store(frame, 4, code.load(record, LINK_AT + 4, 2), 2)
+    code.store(frame, 6, low, 4)
+    code.store(frame, 10, high, 2)
+    code.store(frame, UDP_AT, _big_endian(port), 2)
+    code.store(frame, UDP_AT + 2, code.load(record, 4, 2), 2)
+    write_addresses(code, frame, source, code.load(record, 0, 4))
 
 
 def write_lengths(code: Assembler, frame: Register, packet_bytes: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradwire.aggregator.packet import PacketCounters
 from gradwire.aggregator.session import MAX_MTU, MIN_MTU, IndexTable, Operation, SessionConfig, Stream
+from gradwire.aggregator.xdp import broadcast as broadcasts
 from gradwire.aggregator.xdp import copies, signatures
 from gradwire.aggregator.xdp import layout as layouts
 from gradwire.aggregator.xdp import program as programs
@@ -24,8 +25,8 @@ from gradwire.aggregator.xdp.guard import TABLE_BYTES as CHECKSUM_BYTES
 from gradwire.aggregator.xdp.guard import checksum_tables
 from gradwire.aggregator.xdp.layout import Counter, Layout
 from gradwire.aggregator.xdp.loader import load_object
-from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, SharedMap
-from gradwire.aggregator.xdp.system import ProgramType
+from gradwire.aggregator.xdp.maps import ArrayMap, CounterMap, DeviceMap, SharedMap
+from gradwire.aggregator.xdp.system import AttachType, Descriptor, ProgramType
 from gradwire.core.errors import OptionError
 from gradwire.kernels.blocks import INDEX_CHUNK
 
@@ -55,6 +56,7 @@ class KernelSlots:
         guard_name: Name of the guard in `gradwire.aggregator.xdp.guard.GUARDS`.
         port: UDP port of the server.
         prepared: Layout whose programs are compiled already. It is used if it covers the session's.
+        broadcast: Whether the driver copies results for all workers; see `send_through`.
 
     Attributes:
         layout: What the program is made for.
@@ -68,9 +70,12 @@ class KernelSlots:
         OptionError: The kernel lacks memory or a feature, or the configuration has too many workers.
     """
 
-    def __init__(self, config: SessionConfig, guard_name: str, port: int, prepared: Layout | None = None) -> None:
+    def __init__(
+        self, config: SessionConfig, guard_name: str, port: int, prepared: Layout | None = None, *,
+        broadcast: bool = False,
+    ) -> None:  # fmt: skip
         self.config = config
-        own = _layout(config, guard_name, port)
+        own = _layout(config, guard_name, port, broadcast)
         self.layout = prepared if prepared is not None and prepared.covers(own) else own
         self._is_new = True
         self.streams = [_full_packets(config, stream) for stream in range(len(config.streams))]
@@ -84,17 +89,23 @@ class KernelSlots:
         self._streams = ArrayMap(programs.STREAMS_MAP, layouts.STREAM.size, max(1, len(config.streams)))
         self._tables = ArrayMap(programs.TABLES_MAP, layouts.TABLE_BYTES, max(1, len(config.tables)))
         self._checksums = ArrayMap(programs.CHECKSUMS_MAP, CHECKSUM_BYTES, 1)
+        self._devices = DeviceMap(programs.DEVICES_MAP, config.world_size + 1)
+        self._turns = ArrayMap(programs.TURNS_MAP, 8, num_slots if broadcast else 1)
         self._fill()
         self.program = load_object(_compiled(programs.emit, self.layout), "xdp", ProgramType.XDP, self.maps)
         self.copier = load_object(_compiled(copies.emit, self.layout), "tc", ProgramType.TRAFFIC_CONTROL, self.maps)
         self.signer = load_object(_compiled(signatures.emit, self.layout), "tc", ProgramType.TRAFFIC_CONTROL, self.maps)
+        self._sender = Descriptor(-1)
+        if broadcast:
+            elf = _compiled(broadcasts.emit, self.layout)
+            self._sender = load_object(elf, "xdp", ProgramType.XDP, self.maps, AttachType.XDP_DEVICE_MAP)
 
     @property
     def maps(self) -> Sequence[ArrayMap]:
         """All maps of the session."""
         return (
             self.session, self.workers, self.windows, self.counters, self.slots, self.began, self._streams,
-            self._tables, self._checksums,
+            self._tables, self._checksums, self._devices, self._turns,
         )  # fmt: skip
 
     def begin(self, epoch: int) -> None:
@@ -123,6 +134,11 @@ class KernelSlots:
         self.workers.write(worker, record)
         self.windows.write(worker, bytes(layouts.WINDOW.size))
 
+    def send_through(self, interface: int) -> None:
+        """Let the driver of the interface with this index send the copies of results, if it is to broadcast them."""
+        for key in range(self._devices.num_values if self.layout.broadcast else 0):
+            self._devices.send(key, interface, self._sender)
+
     def counted(self) -> PacketCounters:
         """Return what has happened to the packets that the program has processed."""
         return PacketCounters(**{each.name.lower(): total for each, total in zip(Counter, self.counters.totals())})
@@ -150,7 +166,7 @@ class KernelSlots:
 
     def close(self) -> None:
         """Give everything back to the kernel. Idempotent."""
-        for each in (*self.maps, self.program, self.copier, self.signer):
+        for each in (*self.maps, self.program, self.copier, self.signer, self._sender):
             each.close()
 
     def _fill(self) -> None:
@@ -166,7 +182,7 @@ class KernelSlots:
         self._checksums.write(0, checksum_tables())
 
 
-def prepare(world_size: int, mtu: int, guard_name: str, port: int) -> Layout:
+def prepare(world_size: int, mtu: int, guard_name: str, port: int, *, broadcast: bool = False) -> Layout:
     """Compile programs for sessions whose packets fill frames of an MTU, and which leave no worker out.
 
     Raises:
@@ -175,8 +191,8 @@ def prepare(world_size: int, mtu: int, guard_name: str, port: int) -> Layout:
     tables = tuple(IndexTable(layouts.INDEX_BITS, (0,) * 16, width) for width in layouts.WIDTHS)
     streams = tuple(Stream(Operation.SUM, mtu * 8, number) for number in range(len(tables)))
     config = SessionConfig(world_size, tables, streams, mtu=min(max(mtu, MIN_MTU), MAX_MTU))
-    found = _layout(config, guard_name, port)
-    for emit in (programs.emit, copies.emit, signatures.emit):
+    found = _layout(config, guard_name, port, broadcast)
+    for emit in (programs.emit, copies.emit, signatures.emit, *([broadcasts.emit] if broadcast else [])):
         _compiled(emit, found)
     return found
 
@@ -186,7 +202,7 @@ def _compiled(emit: Callable[[Layout], Assembler], layout: Layout) -> bytes:
     return emit(layout).compile()
 
 
-def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:
+def _layout(config: SessionConfig, guard_name: str, port: int, broadcast: bool) -> Layout:
     if config.world_size > layouts.MAX_WORKERS:
         raise OptionError(
             f"--xdp adds up for at most {layouts.MAX_WORKERS} workers, not {config.world_size}. Serve without --xdp."
@@ -195,7 +211,8 @@ def _layout(config: SessionConfig, guard_name: str, port: int) -> Layout:
     streams = [stream for stream in range(len(config.streams)) if _full_packets(config, stream)]
     sizes = {8 * config.result_dtype(stream).itemsize: config.packet_size(stream) for stream in streams}
     num_buffers = config.max_misses + 2 if partial else 2
-    return Layout(config.world_size, tuple(sorted(sizes.items())) or _NO_SIZES, num_buffers, guard_name, port)
+    all_sizes = tuple(sorted(sizes.items())) or _NO_SIZES
+    return Layout(config.world_size, all_sizes, num_buffers, guard_name, port, broadcast)
 
 
 def _full_packets(config: SessionConfig, stream: int) -> int:

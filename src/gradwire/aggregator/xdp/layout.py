@@ -71,6 +71,7 @@ class Layout:
         num_buffers: Buffers of a slot: one for the current round, the others for results that a worker may ask for.
         guard_name: Name of the guard in `GUARDS`.
         port: UDP port of the server.
+        broadcast: Whether the driver copies results for all workers, instead of traffic control.
     """
 
     world_size: int
@@ -78,6 +79,7 @@ class Layout:
     num_buffers: int
     guard_name: str
     port: int
+    broadcast: bool = False
 
     EXPECTED, OPEN, HEARD, COUNTED, AWAITED, FLAGS, ANSWERED, OLDEST, CURRENT, AHEAD, AHEAD_ROUND = range(8, 96, 8)
     LAST_HEARD = 96

@@ -31,8 +31,10 @@ _LOAD_64 = 0x18
 _MAP_BY_DESCRIPTOR = 1
 _PASS = 2
 _GENERIC, _NATIVE = 1 << 1, 1 << 2
-MODES = {"native": _NATIVE, "generic": _GENERIC}
-"""How a program is attached: by the driver, or by the kernel for any driver."""
+BROADCAST = "broadcast"
+MODES = {"native": _NATIVE, BROADCAST: _NATIVE, "generic": _GENERIC}
+"""How a program is attached: by the driver, which may also send the copies of results, or by the kernel for any
+driver."""
 
 
 def load(
@@ -88,7 +90,7 @@ def attach_xdp(program: Descriptor, interface: str, mode: str) -> Descriptor:
         f"{interface} mtu 1500, ethtool -K {interface} lro off gro off, or --xdp-mode generic.",
     }
     if mode not in MODES:
-        raise OptionError(f"There is no XDP mode {mode!r}. Pass --xdp-mode native or --xdp-mode generic.")
+        raise OptionError(f"There is no XDP mode {mode!r}. Pass one of {', '.join(MODES)}.")
     return _attach(program, interface, AttachType.XDP, MODES[mode], advice)
 
 

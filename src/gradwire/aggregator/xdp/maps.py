@@ -19,7 +19,8 @@ import numpy as np
 from gradwire.aggregator.xdp.system import BpfError, Command, Descriptor, bpf, no_rights
 from gradwire.core.errors import OptionError
 
-_ARRAY, _ARRAY_OF_EACH_PROCESSOR = 2, 6
+_ARRAY, _ARRAY_OF_EACH_PROCESSOR, _DEVICES = 2, 6, 14
+_DEVICE = struct.Struct("<Ii")
 _MMAPABLE = 1 << 10
 _LOCKED = 4
 _BTF_MAGIC, _BTF_INT, _BTF_STRUCT = 0xEB9F, 1, 4
@@ -95,6 +96,19 @@ class SharedMap(ArrayMap):
         self._memory = mmap.mmap(self.number, -(-value_bytes * num_values // page) * page)
         words = np.frombuffer(self._memory, np.uint8, value_bytes * num_values)
         self.view = words.reshape(num_values, value_bytes)
+
+
+class DeviceMap(ArrayMap):
+    """Interfaces that a packet can be redirected to, each with a program that runs on what is sent there."""
+
+    kind = _DEVICES
+
+    def __init__(self, name: str, num_devices: int) -> None:
+        super().__init__(name, _DEVICE.size, num_devices)
+
+    def send(self, key: int, interface: int, program: Descriptor) -> None:
+        """Send to the interface with an index, through a program for `AttachType.XDP_DEVICE_MAP`."""
+        self.write(key, _DEVICE.pack(interface, program.number))
 
 
 class CounterMap(ArrayMap):

@@ -50,9 +50,11 @@ from gradwire.aggregator.xdp.slot_program import Arrival, Memory, SlotAnswer, Sl
 from gradwire.net.datagrams import WINDOW
 
 DROP, PASS, SEND_BACK = 1, 2, 3
-FIND, NOW, ADJUST_METADATA, ADJUST_TAIL, LOCK, UNLOCK = 1, 5, 54, 65, 93, 94
+FIND, NOW, REDIRECT, ADJUST_METADATA, ADJUST_TAIL, LOCK, UNLOCK = 1, 5, 51, 54, 65, 93, 94
+_TO_ALL = 1 << 3
 SESSION_MAP, STREAMS_MAP, WORKERS_MAP, TABLES_MAP, WINDOWS_MAP = "session", "streams", "workers", "tables", "windows"
 SLOTS_MAP, BEGAN_MAP, COUNTERS_MAP, CHECKSUMS_MAP = "slots", "began", "counters", "checksums"
+DEVICES_MAP, TURNS_MAP = "devices", "turns"
 
 
 def emit(layout: Layout) -> Assembler:
@@ -251,6 +253,12 @@ class _Program:
         code.store(answer, 28, decision.get(SlotAnswer.BUFFER), 2)
         code.store(answer, 30, decision.get(SlotAnswer.KIND), 1)
         code.store(answer, 31, 1, 1)
+        if self.layout.broadcast:
+            to_all = decision.get(SlotAnswer.RESULT).equals((1 << self.layout.world_size) - 1).as_number()
+            alone = (decision.get(SlotAnswer.WANTED) | decision.get(SlotAnswer.KIND)).equals(0).as_number()
+            with code.when((to_all & alone).differs(0)):
+                code.store(self._find(TURNS_MAP, slot), 0, 0)
+                code.leave(code.call(REDIRECT, code.map(DEVICES_MAP), 0, _TO_ALL))
         code.leave(PASS)
 
     # -- small things ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from gradwire.aggregator.session import SessionConfig
 from gradwire.aggregator.xdp import loader
 from gradwire.aggregator.xdp.assembler import Assembler
 from gradwire.aggregator.xdp.copies import CONTINUE
+from gradwire.aggregator.xdp.driver import sends_redirected
 from gradwire.aggregator.xdp.frames import HEADER_BYTES
 from gradwire.aggregator.xdp.guard import SipHashGuard
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
@@ -28,7 +29,7 @@ from gradwire.aggregator.xdp.layout import WIDTHS
 from gradwire.aggregator.xdp.program import PASS
 from gradwire.aggregator.xdp.seals import Keys, ends
 from gradwire.aggregator.xdp.system import ProgramType
-from gradwire.core.errors import DisagreementError, SyncError
+from gradwire.core.errors import DisagreementError, OptionError, SyncError
 
 _ETHERNET_BYTES = 14
 _SIOCGIFMTU = 0x8921
@@ -48,7 +49,12 @@ class XdpInterface:
 
     def __init__(self, interface: str, mode: str) -> None:
         self.name = interface
-        loader.interface_index(interface)
+        index = loader.interface_index(interface)
+        if mode == loader.BROADCAST and not sends_redirected(index):
+            raise OptionError(
+                f"The driver of {interface} does not send what XDP programs redirect to it. Pass --xdp-mode native. A "
+                "cable (veth) does while its other end has an XDP program, too."
+            )
         idle, idle_control = Assembler("xdp"), Assembler("tc")
         idle.leave(PASS)
         idle_control.leave(CONTINUE)
@@ -68,6 +74,7 @@ class XdpInterface:
 
     def run(self, slots: KernelSlots) -> None:
         """Run the programs of a session from now on."""
+        slots.send_through(loader.interface_index(self.name))
         loader.replace(self._signer_link, slots.signer)
         loader.replace(self._copier_link, slots.copier)
         loader.replace(self._link, slots.program)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -54,6 +55,7 @@ class AttachType(IntEnum):
     """Places of links and of programs that are loaded for one place."""
 
     NONE = 0
+    XDP_DEVICE_MAP = 33
     XDP = 37
     TCX_INGRESS = 46
     TCX_EGRESS = 47
@@ -193,4 +195,9 @@ def _library() -> tuple[ctypes.CDLL, int]:
             f"--xdp needs Linux on {', '.join(_NUMBERS)}; this machine is {sys.platform} on {platform.machine()}. "
             "Serve without --xdp."
         )
-    return ctypes.CDLL(None, use_errno=True), number
+    return _loaded_library(), number
+
+
+@functools.cache
+def _loaded_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
