@@ -8,8 +8,9 @@
    not help.
 
 A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
-which are: neighbors share the tasks and frames that they would pay for one by one, but a rank that owns a tensor takes
-longer for it than all ranks for a part each.
+which are: neighbors share the tasks, frames and calls that they would pay for one by one, but a rank that owns a tensor
+takes longer for it than all ranks for a part each. The dense tensors of a bucket travel in a batch, except for large
+ones in more ranges than one for each rank. A schedule has a batch for all of them, whatever the search has made dense.
 
 Guarantees: the plan's predicted step is never longer than the dense one, by gradwire or by the framework's own
 all-reduce. Of plans with the same prediction, the method of higher fidelity wins. The result depends only on the
@@ -23,17 +24,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import fidelity as levels
 from gradwire.planner import schedule
-from gradwire.planner.closed_forms import Route, native_seconds, route
+from gradwire.planner.batches import Batch, Batches, Size
+from gradwire.planner.closed_forms import native_seconds
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
-from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, on_nodes, options, unbeaten
+from gradwire.planner.options import (
+    Option,
+    PlannedTensor,
+    best_alone,
+    is_small,
+    on_nodes,
+    options,
+    unbeaten,
+)
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
 
@@ -66,7 +75,8 @@ def plan(
             `fidelity` allows, with gcomp only if it was measured, since it needs an optimizer.
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         partitions: Numbers of partitions to try; None for `gradwire.planner.options.partition_counts`.
-        min_elements: Vectors, and tensors of fewer elements, travel in batches: dense, or cast to 16 bits if allowed.
+        min_elements: Vectors, and tensors of fewer elements, are not compressed: they travel dense, or cast to 16 bits
+            if allowed.
         backward: Seconds of the backward pass. None ends it with the last gradient.
         rest: Seconds of a step before and after backward.
         min_gain: Share of the dense step that compression must save.
@@ -178,48 +188,34 @@ class _Search:
                 known[key] = options(tensor, self.costs, self.methods, self.partitions, key[-1])
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
-        self._batch_numel = sum(tensor.numel for tensor in small)
-        self._batch_bytes = sum(tensor.nbytes for tensor in small)
         specs = [DENSE.spec]
         if self.cast is not None and any(_may_be_cast(tensor) for tensor in small):
             specs.append(self.cast)
-        self._batches = [self._batch_jobs(small, spec) for spec in specs]
-        self._keys.append((self._batch_numel,))
-        self._choices.append(
-            [
-                Option(
-                    spec,
-                    "scatter_reduce",
-                    self.costs.world_size,
-                    self._batch(spec, self._batch_numel, self._batch_bytes),
-                )
-                for spec in specs
-            ]
-        )
+        self._batches = Batches(self.costs, small)
+        self._keys.append(())
+        self._choices.append(self._batches.options(specs))
         self._left = max(20 * len(self.large), _MAX_SCHEDULED)
 
     def _small(self, tensor: PlannedTensor) -> bool:
         return is_small(tensor.shape, self.min_elements)
 
-    def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
-        ranges = self.costs.world_size
-        return route(spec, "scatter_reduce", ranges, numel, self.costs, -(-nbytes // max(1, numel)))
+    def _sizes(self, picks: Sequence[int]) -> dict[Batch, Size]:
+        """Return the size of each batch."""
+        return self._batches.sizes(self._choices[-1][picks[-1]], self._large(picks))
 
-    def _batch_jobs(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
-        """Return the batches of small tensors, one for each bucket."""
-        numels, sizes = Counter[float](), Counter[float]()
-        for tensor in small:
-            numels[tensor.ready] += tensor.numel
-            sizes[tensor.ready] += tensor.nbytes
-        return [ScheduledTensor(ready, self._batch(spec, numels[ready], sizes[ready])) for ready in numels]
+    def _large(self, picks: Sequence[int]) -> Iterator[tuple[PlannedTensor, Option]]:
+        """Yield the large tensors with their options."""
+        return ((tensor, choices[pick]) for tensor, choices, pick in zip(self.large, self._choices, picks))
 
     def run(self, picks: Sequence[int]) -> Schedule:
         """Return the schedule of these picks."""
         key = tuple(picks)
         if key not in self._known:
-            jobs = [ScheduledTensor(tensor.ready, choices[pick].route)
-                    for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
-            jobs += self._batches[picks[-1]]
+            jobs = [ScheduledTensor(batch.ready, self._batches.option(batch.spec, batch.strategy, size).route)
+                    for batch, size in self._sizes(picks).items()]  # fmt: skip
+            jobs += [ScheduledTensor(tensor.ready, option.route)
+                     for tensor, option in self._large(picks) if not option.batched]  # fmt: skip
+            jobs.sort(key=lambda job: job.ready)
             self._left -= sum(min(job.route.batches, schedule.MAX_BATCHES) for job in jobs)
             self._known[key] = schedule.run(jobs)
         return self._known[key]
@@ -229,7 +225,14 @@ class _Search:
     def dense(self) -> list[int]:
         """Return the best dense picks: one strategy for all tensors, or the best of each tensor alone."""
         plans = [self.uniform(DENSE.spec, strategy) for strategy in (None, *DENSE.strategies)]
+        plans += [self._all_batched(strategy) for strategy in DENSE.strategies]
         return min(plans, key=lambda picks: self.run(picks).finish)
+
+    def _all_batched(self, strategy: str) -> list[int]:
+        return [
+            next(index for index, option in enumerate(choices) if option.batched and option.strategy == strategy)
+            for choices in self._choices
+        ]
 
     def compresses(self, picks: Sequence[int]) -> bool:
         return any(choices[pick].spec != DENSE.spec for choices, pick in zip(self._choices, picks))
@@ -250,9 +253,9 @@ class _Search:
                 way = routes[index].route
                 return max(way.seconds, hidden + way.busy) + MIN_GAIN * way.seconds
 
-            fitting = [index for index, option in enumerate(choices)
-                       if option.spec == spec and strategy in (None, option.strategy)] or [0]  # fmt: skip
-            picks.append(min(fitting, key=cost))
+            wanted = [i for i, each in enumerate(choices) if each.spec == spec and strategy in (None, each.strategy)]
+            dense = [i for i, each in enumerate(choices) if each.spec == DENSE.spec]
+            picks.append(min(wanted or dense, key=cost))
             later += choices[picks[-1]].route.busy
         return picks[::-1]
 
@@ -324,20 +327,26 @@ class _Search:
 
     def rows(self, picks: Sequence[int]) -> list[PlanRow]:
         """Return the rows of the table, in the order of backward."""
-        dense = self.dense()
-        chosen = {}
-        for tensor, choices, pick, none in zip(self.large, self._choices, picks, dense):
-            native = native_seconds(tensor.nbytes, self.costs)
-            chosen[tensor.name] = (choices[pick], 1.0, min(native, choices[none].route.seconds))
-        uncast, batch = self._choices[-1][0], self._choices[-1][picks[-1]]
-        together = min(native_seconds(self._batch_bytes, self.costs), uncast.route.seconds)
+        dense, sizes, small = self.dense(), self._sizes(picks), self._choices[-1][picks[-1]]
+        alone = {tensor.name: option.route.seconds for tensor, option in self._large(dense)}
+        chosen = {tensor.name: option for tensor, option in self._large(picks)}
         found = []
         for tensor in self.tensors:
-            share = tensor.numel / max(1, self._batch_numel)
-            small = batch if _may_be_cast(tensor) else uncast
-            option, share, least = chosen.get(tensor.name, (small, share, share * together))
-            found.append(_row(tensor, option, share, least, tensor.name not in chosen))
+            option = chosen.get(tensor.name, small)
+            if option.batched:
+                found.append(self._row_of_batch(tensor, option, sizes))
+            else:
+                least = min(native_seconds(tensor.nbytes, self.costs), alone[tensor.name])
+                found.append(_row(tensor, option, 1.0, least))
         return found
+
+    def _row_of_batch(self, tensor: PlannedTensor, option: Option, sizes: Mapping[Batch, Size]) -> PlanRow:
+        """Return the row of a tensor with its share of the batch."""
+        size = sizes[Batch(tensor.ready, option.spec, option.strategy)]
+        batch, uncast = (self._batches.option(spec, option.strategy, size) for spec in (option.spec, DENSE.spec))
+        share = tensor.numel / max(1, size.numel)
+        least = min(native_seconds(size.nbytes, self.costs), uncast.route.seconds)
+        return _row(tensor, batch if _may_be_cast(tensor) else uncast, share, share * least)
 
 
 def _neighbors(tensors: Sequence[PlannedTensor]) -> list[int]:
@@ -360,11 +369,11 @@ def _may_be_cast(tensor: PlannedTensor) -> bool:
     return tensor.dtype.itemsize > 2
 
 
-def _row(tensor: PlannedTensor, option: Option, share: float, dense: float, batched: bool) -> PlanRow:
+def _row(tensor: PlannedTensor, option: Option, share: float, dense: float) -> PlanRow:
     times = option.route
     dtype = str(tensor.dtype).removeprefix("torch.")
     return PlanRow(
-        tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, batched,
+        tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, option.batched,
         share * times.encode, share * times.wire, share * times.decode, share * times.seconds, dense,
     )  # fmt: skip
 

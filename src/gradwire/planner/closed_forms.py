@@ -109,6 +109,14 @@ class Route:
     batches: int = 1
     load: float = 1.0
 
+    def shared(self, num_tensors: int) -> Route:
+        """Return the part of each of `num_tensors` equal tensors, if this is the route of all of them together."""
+        parts = [
+            replace(leg, **{name: getattr(leg, name) / num_tensors for name in ("encode", "wire", "decode", "aside")})
+            for leg in self.legs
+        ]
+        return Route(tuple(parts), self.batches, self.load)
+
     @cached_property
     def encode(self) -> float:
         """Seconds in which a rank encodes."""
@@ -342,7 +350,8 @@ def route(
     batches = -(-partitions // shares)
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
     group = fused if partitions == 1 else 1
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs, max(1.0, group / shares), group), W)
+    together = max(1.0, group / shares)
+    legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 
 

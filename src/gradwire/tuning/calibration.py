@@ -20,7 +20,7 @@ import torch
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.lang.turns import in_turns
-from gradwire.planner.costs import CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import SHARED, CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.measure_codec import measure_add, measure_codec, measure_task
@@ -153,7 +153,8 @@ class Calibration:
             for name, cost in measured.items()
             if isinstance(cost, Cost)
         }
-        return CodecCosts(**costs, squares=codec.squares)
+        least = -self.largest(-np.array([measured[name] for name in SHARED]))  # what every rank saves
+        return CodecCosts(**costs, **dict(zip(SHARED, least.tolist())), squares=codec.squares)
 
 
 def _values(cost: Cost) -> np.ndarray:
