@@ -12,7 +12,7 @@ from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, Simulat
 from gradwire.sync.plan import Plan
 from tests.planner.machines import costs
 
-DRAGONN, DGC = RankedCompressor("dragonn", LISTED), RankedCompressor("dgc", LISTED)
+DRAGONN, DGC = RankedCompressor.of("dragonn", LISTED), RankedCompressor.of("dgc", LISTED)
 LAUNCH = 20e-6  # of a kernel: what makes small tensors not worth it
 
 
@@ -126,3 +126,15 @@ def test_small_tensors_that_stay_dense_travel_in_one_batch_with_vectors():
     rows = plan(model, many_small(1e9, 0), [DRAGONN], native=()).rows
     assert {(row.spec, row.strategy, row.batched) for row in rows[:-1]} == {("none", rows[0].strategy, True)}
     assert rows[-1].spec == "dragonn" and not rows[-1].batched
+
+
+def test_tensors_of_which_a_sparsifier_keeps_too_few_are_left_to_others():
+    job = described(1e7)
+    model = [PlannedTensor("conv", (64, 27)), PlannedTensor("fc", (500, 64))]
+    assert (DRAGONN.min_elements, RankedCompressor.of("topk", LISTED).min_elements) == (16_000, 1_600)
+    assert [row.spec for row in plan(model, job, [DRAGONN]).rows] == ["none", "dragonn"]
+    assert [row.spec for row in plan(model, job, [DRAGONN], min_elements=0).rows] == ["dragonn", "dragonn"]
+    assert {row.spec for row in plan(model, job, [RankedCompressor("dragonn", LISTED)]).rows} == {"dragonn"}
+    other = replace(job, codecs=job.codecs | {"onebit": costs().codecs["bit"]})
+    rows = plan(model, other, [RankedCompressor.of("onebit", ("allgather",)), DRAGONN]).rows
+    assert [row.spec for row in rows] == ["onebit", "dragonn"]

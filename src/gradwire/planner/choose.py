@@ -38,13 +38,13 @@ from gradwire.planner.options import (
     Option,
     PlannedTensor,
     best_alone,
-    is_small,
     on_nodes,
     options,
     unbeaten,
 )
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
+from gradwire.sync.plan_entry import is_small
 
 MIN_GAIN = 0.02  # predictions are no more accurate than this
 _ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
@@ -59,7 +59,7 @@ def plan(
     *,
     fidelity: str = "balanced",
     partitions: Sequence[int] | None = None,
-    min_elements: int = 1_024,
+    min_elements: int | None = None,
     backward: float | None = None,
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
@@ -76,7 +76,7 @@ def plan(
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         partitions: Numbers of partitions to try; None for `gradwire.planner.options.partition_counts`.
         min_elements: Vectors, and tensors of fewer elements, are not compressed: they travel dense, or cast to 16 bits
-            if allowed.
+            if allowed. None for the number of each compressor.
         backward: Seconds of the backward pass. None ends it with the last gradient.
         rest: Seconds of a step before and after backward.
         min_gain: Share of the dense step that compression must save.
@@ -114,7 +114,7 @@ def uniform(
     costs: Costs,
     method: RankedCompressor,
     *,
-    min_elements: int = 1_024,
+    min_elements: int | None = None,
     rest: float = 0.0,
     bucket_bytes: int = 25 << 20,
 ) -> PlanTable:
@@ -172,20 +172,23 @@ class _Search:
     costs: Costs
     methods: Sequence[RankedCompressor]
     partitions: Sequence[int] | None
-    min_elements: int
+    min_elements: int | None
     cast: str | None = None
     _known: dict[tuple[int, ...], Schedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.methods = [on_nodes(method, self.costs) for method in self.methods]
-        self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
-        small = [tensor for tensor in self.tensors if self._small(tensor)]
+        others = [method for method in self.methods if method.spec != DENSE.spec]
+        smallest = min(self._min_elements(method) for method in others or [DENSE])
+        self.large = [tensor for tensor in self.tensors if not is_small(tensor.shape, smallest)]
+        small = [tensor for tensor in self.tensors if is_small(tensor.shape, smallest)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbors: models repeat their layers
         neighbors = _neighbors(self.large)
         self._keys: list[tuple[int, ...]] = [(*tensor.size, count) for tensor, count in zip(self.large, neighbors)]
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
-                known[key] = options(tensor, self.costs, self.methods, self.partitions, key[-1])
+                fitting = [method for method in others if tensor.numel >= self._min_elements(method)]
+                known[key] = options(tensor, self.costs, fitting, self.partitions, key[-1])
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
         specs = [DENSE.spec]
@@ -196,8 +199,8 @@ class _Search:
         self._choices.append(self._batches.options(specs))
         self._left = max(20 * len(self.large), _MAX_SCHEDULED)
 
-    def _small(self, tensor: PlannedTensor) -> bool:
-        return is_small(tensor.shape, self.min_elements)
+    def _min_elements(self, method: RankedCompressor) -> int:
+        return method.min_elements if self.min_elements is None else self.min_elements
 
     def _sizes(self, picks: Sequence[int]) -> dict[Batch, Size]:
         """Return the size of each batch."""

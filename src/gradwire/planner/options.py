@@ -58,11 +58,6 @@ class PlannedTensor:
         return self.dtype.itemsize, *self.shape
 
 
-def is_small(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor of this shape travels in a batch with other small ones, uncompressed or cast."""
-    return len(shape) <= 1 or math.prod(shape) < min_elements
-
-
 class Option(NamedTuple):
     """One option of a tensor.
 
