@@ -22,6 +22,7 @@ from gradwire.sync.fusion import FUSION_STRATEGIES
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
 from gradwire.sync.strategies import STRATEGIES
 
+FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Batches of one range per rank that are tried."""
 
@@ -56,6 +57,31 @@ class PlannedTensor:
     def size(self) -> tuple[int, ...]:
         """Everything that the options of a tensor depend on."""
         return self.dtype.itemsize, *self.shape
+
+
+def in_buckets(tensors: Sequence[PlannedTensor], bucket_bytes: float) -> list[PlannedTensor]:
+    """Return the tensors with the times at which DDP hands their buckets over.
+
+    DDP fills buckets in the order in which gradients are ready, until they have `bucket_bytes`; the first one, until it
+    has 1 MiB. A bucket is ready with its last gradient.
+    """
+    found, bucket, nbytes, limit = (
+        list[PlannedTensor](),
+        list[PlannedTensor](),
+        0,
+        min(FIRST_BUCKET_BYTES, bucket_bytes),
+    )
+    for tensor in sorted(tensors, key=lambda tensor: tensor.ready):
+        bucket.append(tensor)
+        nbytes += tensor.nbytes
+        if nbytes >= limit:
+            found += _handed_over(bucket)
+            bucket, nbytes, limit = [], 0, bucket_bytes
+    return found + _handed_over(bucket)
+
+
+def _handed_over(bucket: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    return [replace(tensor, ready=bucket[-1].ready) for tensor in bucket]
 
 
 class Option(NamedTuple):
