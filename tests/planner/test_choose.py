@@ -103,6 +103,13 @@ def test_a_slower_codec_turns_to_dense():
     assert not plan(tensors, slow, METHODS).compresses
 
 
+def test_tensors_are_cut_into_more_ranges_than_ranks_only_where_the_step_waits_for_them():
+    tensors = [PlannedTensor(f"w{index}", (1312, 1312), ready=0.05 * index) for index in range(4)]
+    rows = plan(tensors, costs(4, rate=1e9), METHODS[1:2]).rows
+    assert {row.spec for row in rows} == {"bit"}
+    assert [row.partitions for row in rows[:3]] == [4, 4, 4] and rows[3].partitions > 4
+
+
 def test_nothing_is_compressed_where_the_backward_hides_it():
     table = plan(gradients((1000, 0.0), (10, 2.0)), costs(rate=1e9), METHODS)
     assert not table.compresses

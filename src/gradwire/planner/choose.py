@@ -4,8 +4,8 @@
 2. All tensors during backward (`schedule`). Where backward hides a dense all-reduce, compression gains nothing, and
    where the codec is the bottleneck, the best options of single tensors do not make the best plan. The search starts
    from the dense plan, from the best options of single tensors, and from each compressor for all tensors. It changes
-   the best of these tensor by tensor while that helps, and finally makes tensors dense again where compression does
-   not help.
+   the best of these tensor by tensor while that helps. Finally, where that makes the step no longer, it makes tensors
+   dense again, and cuts the others into no more ranges than there are ranks.
 
 A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
 which are: neighbors share the tasks, frames and calls that they would pay for one by one, but a rank that owns a tensor
@@ -27,17 +27,19 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError
 from gradwire.planner import fidelity as levels
 from gradwire.planner import schedule
 from gradwire.planner.batches import Batch, Batches, Size
 from gradwire.planner.closed_forms import native_seconds
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
+from gradwire.planner.native import natives
 from gradwire.planner.options import (
     Option,
     PlannedTensor,
     best_alone,
+    num_shares,
     on_nodes,
     options,
     unbeaten,
@@ -47,7 +49,6 @@ from gradwire.planner.table import PlanRow, PlanTable, limit_of
 from gradwire.sync.plan_entry import is_small
 
 MIN_GAIN = 0.02  # predictions are no more accurate than this
-_ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
 _STEP = 0.002  # relative difference that counts in the search
 _MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, which bounds its time
 
@@ -100,7 +101,7 @@ def plan(
     dense, best = search.dense(), search.best(backward)
     if not search.compresses(best):
         dense = best
-    rivals = _natives(search.tensors, costs, bucket_bytes, native)
+    rivals = natives(search.tensors, costs, bucket_bytes, native)
     dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
     least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
     if rest + best_finish > (1 - min_gain) * (rest + least):
@@ -125,7 +126,7 @@ def uniform(
     search = _Search(_ordered(tensors), costs, [method], None, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in search.methods[0].strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
-    rivals = _natives(search.tensors, costs, bucket_bytes, ("fp32",))
+    rivals = natives(search.tensors, costs, bucket_bytes, ("fp32",))
     backward = max(tensor.ready for tensor in tensors)
     return _table(search, picks, search.dense(), rivals, backward, rest, method.spec, False)
 
@@ -282,7 +283,8 @@ class _Search:
             if end(start) < least * (1 - _STEP):
                 best, least = start, end(start)
         best = self._improve(best, backward)
-        return self._make_dense(best, backward)
+        limit = max(backward, self.run(best).finish) * (1 + _STEP)
+        return self._cut_less(self._make_dense(best, limit), limit)
 
     def _improve(self, picks: list[int], backward: float) -> list[int]:
         """Change one tensor at a time, the slowest first, while the step becomes shorter and time is left."""
@@ -306,20 +308,34 @@ class _Search:
             self._worth[key] = unbeaten(self._choices[index])
         return self._worth[key]
 
-    def _make_dense(self, picks: list[int], backward: float) -> list[int]:
-        """Make tensors dense again, those that gain least first, as long as the step stays as short."""
-        dense, limit = self.dense(), max(backward, self.run(picks).finish) * (1 + _STEP)
+    def _make_dense(self, picks: list[int], limit: float) -> list[int]:
+        """Make tensors dense again, those that gain least first."""
+        dense = self.dense()
 
         def gain(index: int) -> float:
             choices = self._choices[index]
             return choices[dense[index]].route.busy - choices[picks[index]].route.busy
 
         order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != DENSE.spec), key=gain)
+        return self._change_most(picks, order, dense, limit)
+
+    def _cut_less(self, picks: list[int], limit: float) -> list[int]:
+        """Cut compressed tensors into a range for each rank: further ones cost every processor tasks and frames."""
+        fewer = list(picks)
+        for i, (choices, pick) in enumerate(zip(self._choices, picks)):
+            option = choices[pick]
+            least = option._replace(partitions=num_shares(option.strategy, self.costs))[:3]
+            if option.spec != DENSE.spec and option.partitions > least[-1]:
+                fewer[i] = next((j for j, other in enumerate(choices) if other[:3] == least), pick)
+        return self._change_most(picks, [i for i, pick in enumerate(picks) if fewer[i] != pick], fewer, limit)
+
+    def _change_most(self, picks: list[int], order: Sequence[int], others: Sequence[int], limit: float) -> list[int]:
+        """Take the picks of `others` for as many tensors, in this order, as leave the last mean within the limit."""
         low, high, best = 0, len(order), picks
         while low < high:
             count = (low + high + 1) // 2
-            back = set(order[:count])
-            trial = [dense[i] if i in back else pick for i, pick in enumerate(picks)]
+            changed = set(order[:count])
+            trial = [others[i] if i in changed else pick for i, pick in enumerate(picks)]
             if self.run(trial).finish <= limit:
                 low, best = count, trial
             else:
@@ -379,26 +395,3 @@ def _row(tensor: PlannedTensor, option: Option, share: float, dense: float) -> P
         tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, option.batched,
         share * times.encode, share * times.wire, share * times.decode, share * times.seconds, dense,
     )  # fmt: skip
-
-
-def _natives(
-    tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, kinds: Sequence[str]
-) -> dict[str, Schedule]:
-    """Schedule each kind of the framework's own all-reduce."""
-    unknown = set(kinds) - set(_ITEMSIZES)
-    if unknown:
-        raise UnknownNameError("kind of all-reduce", min(unknown), _ITEMSIZES)
-    return {kind: _native(tensors, costs, bucket_bytes, _ITEMSIZES[kind]) for kind in kinds}
-
-
-def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, itemsize: int) -> Schedule:
-    """Schedule the framework's own all-reduce: one bucket after another, each once its last gradient is ready."""
-    finish, busy, nbytes, sent = 0.0, 0.0, 0, 0
-    waiting = 2 * (costs.world_size - 1) * (costs.native or costs.slowest).latency
-    for index, tensor in enumerate(tensors):
-        nbytes += tensor.nbytes
-        sent += tensor.numel * min(itemsize, tensor.dtype.itemsize)
-        if nbytes >= bucket_bytes or index == len(tensors) - 1:
-            seconds = native_seconds(sent, costs)
-            finish, busy, nbytes, sent = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0, 0
-    return Schedule(finish, 0.0, busy)
