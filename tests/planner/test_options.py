@@ -3,6 +3,9 @@
 import pytest
 
 from gradwire.planner import PlannedTensor, in_buckets
+from gradwire.planner.fidelity import RankedCompressor
+from gradwire.planner.options import options
+from tests.planner.machines import costs
 
 
 @pytest.mark.parametrize(
@@ -16,3 +19,12 @@ def test_tensors_are_ready_with_the_last_one_of_their_bucket(bucket_mb, ready):
     found = in_buckets(tensors[::-1], bucket_mb * (1 << 20))
     assert [each.name for each in found] == [each.name for each in tensors]
     assert [each.ready for each in found] == ready
+
+
+def test_lossless_tensors_share_nothing_with_their_neighbors():
+    """They are not fused (`gradwire.sync.fusion.can_be_fused`)."""
+    weight = PlannedTensor("w", (100, 100))
+    methods = [RankedCompressor(spec, ("allgather",)) for spec in ("lossless", "bit")]
+    alone, among = (options(weight, costs(), methods, (1,), neighbors)[-2:] for neighbors in (1, 8))
+    assert among[0].route.encode == alone[0].route.encode
+    assert among[1].route.encode < alone[1].route.encode

@@ -16,7 +16,7 @@ from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost
-from gradwire.planner.fidelity import DENSE, RankedCompressor
+from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
@@ -25,6 +25,7 @@ from gradwire.sync.strategies import STRATEGIES
 FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Batches of one range per rank that are tried."""
+_EXACT = {method.spec for method in LEVELS["exact"]}  # never fused
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def options(
             # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
             # scatter-reduce slower (8 to 25 % in the simulator).
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
-            is_fused = strategy in FUSION_STRATEGIES and numel <= MAX_RANGE_ELEMENTS
+            can_be_fused = strategy in FUSION_STRATEGIES and method.spec not in _EXACT
+            is_fused = can_be_fused and numel <= MAX_RANGE_ELEMENTS
             counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
             for count in [1] if codec.squares else counts:
                 if count <= most:
