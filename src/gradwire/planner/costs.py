@@ -374,10 +374,10 @@ def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
 
 def _read_codec(document: Any, spec: str) -> CodecCosts:
     found = expect_fields(document, CodecCosts, spec)
-    squares = found.pop("squares", False) is True
-    shared = {name: found.pop(name, 0.0) for name in SHARED}
-    costs = {name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()}
-    return CodecCosts(**costs, squares=squares, **shared)
+    costs: dict[str, Any] = {"squares": found.pop("squares", False) is True}
+    costs |= {name: found.pop(name) for name in SHARED if name in found}
+    costs |= {name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()}
+    return CodecCosts(**costs)
 
 
 def _read_cost(document: Any, where: str) -> Cost:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,13 +148,14 @@ class Calibration:
 
     def _slowest(self, codec: CodecCosts) -> CodecCosts:
         measured = {field.name: getattr(codec, field.name) for field in fields(codec)}
-        costs: dict[str, Cost] = {
+        costs: dict[str, Any] = {
             name: _curve(self._sizes, self.largest(_values(cost)))
             for name, cost in measured.items()
             if isinstance(cost, Cost)
         }
         least = -self.largest(-np.array([measured[name] for name in SHARED]))  # what every rank saves
-        return CodecCosts(**costs, **dict(zip(SHARED, least.tolist())), squares=codec.squares)
+        costs |= dict(zip(SHARED, least.tolist()))
+        return CodecCosts(**costs, squares=codec.squares)
 
 
 def _values(cost: Cost) -> np.ndarray:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.observe.metrics import Metrics
-from gradwire.planner.costs import CodecCosts, Cost, Curve
+from gradwire.planner.costs import CodecCosts, Curve
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals
@@ -102,8 +102,8 @@ def measure_codec(
             compressor, _gradient(ordered[0], gradient), spent, seconds_each, world_size=world_size, clock=clock
         )
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
-    costs: dict[str, Cost] = {**spent, **nbytes}
-    return CodecCosts(**costs, **shared, squares=compressor.requires_full_tensor)
+    costs: dict[str, Any] = {**spent, **nbytes, **shared}
+    return CodecCosts(**costs, squares=compressor.requires_full_tensor)
 
 
 class _Row(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -60,7 +60,7 @@ def measure_shared(
         residuals.rollback()
         codec.start(chunk)
 
-    calls = {
+    calls: dict[str, tuple[Callable[[], object], int]] = {
         "encode": (encode, 1),
         "decode": (partial(codec.decode_sum, chunk, [payload]), 1),
         "merge": (partial(codec.decode_sum, chunk, [payload] * _NUM_MERGED), _NUM_MERGED),
