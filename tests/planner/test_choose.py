@@ -121,6 +121,13 @@ def test_only_what_the_backward_does_not_hide_is_compressed():
     assert [row.spec == "none" for row in table.rows] == [True, False]
 
 
+@pytest.mark.parametrize(("seconds", "dense"), [(0.25, False), (0.5, True)])
+def test_what_the_backward_hides_only_just_is_compressed(seconds, dense):
+    """The first tensor takes 0.19 s dense. It must be hidden even if that takes twice as long."""
+    rows = plan(gradients((4000, 0.0), (4000, seconds)), costs(rate=1e9, latency=0), METHODS).rows
+    assert (rows[0].spec == "none") == dense
+
+
 def test_between_equals_the_higher_fidelity_wins():
     tensors = gradients((1000, 0.0), (1, 0.15))  # the second travels dense, whatever becomes of the first
     hidden_by_half = plan(tensors, costs(rate=2.5e8), METHODS)

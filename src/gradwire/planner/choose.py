@@ -5,7 +5,8 @@
    where the codec is the bottleneck, the best options of single tensors do not make the best plan. The search starts
    from the dense plan, from the best options of single tensors, and from each compressor for all tensors. It changes
    the best of these tensor by tensor while that helps. Finally, where that makes the step no longer, it makes tensors
-   dense again, and cuts the others into no more ranges than there are ranks.
+   dense again, and cuts the others into no more ranges than there are ranks. It must be no longer either if codec and
+   link take twice as long as predicted: what fills the time of backward to the brim is not hidden in practice.
 
 A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
 which are: neighbors share the tasks, frames and calls that they would pay for one by one, but a rank that owns a tensor
@@ -31,7 +32,7 @@ from gradwire.core.errors import OptionError
 from gradwire.planner import fidelity as levels
 from gradwire.planner import schedule
 from gradwire.planner.batches import Batch, Batches, Size
-from gradwire.planner.closed_forms import native_seconds
+from gradwire.planner.closed_forms import Route, native_seconds
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
 from gradwire.planner.native import natives
@@ -49,6 +50,7 @@ from gradwire.planner.table import PlanRow, PlanTable, limit_of
 from gradwire.sync.plan_entry import is_small
 
 MIN_GAIN = 0.02  # predictions are no more accurate than this
+_DOUBT = 2.0  # what backward hides must be hidden by twice the time, as it slows down codecs on its own processors
 _STEP = 0.002  # relative difference that counts in the search
 _MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, which bounds its time
 
@@ -175,7 +177,8 @@ class _Search:
     partitions: Sequence[int] | None
     min_elements: int | None
     cast: str | None = None
-    _known: dict[tuple[int, ...], Schedule] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], float], Schedule] = field(default_factory=dict)
+    _slower: dict[tuple[Route, float], Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.methods = [on_nodes(method, self.costs) for method in self.methods]
@@ -211,18 +214,25 @@ class _Search:
         """Yield the large tensors with their options."""
         return ((tensor, choices[pick]) for tensor, choices, pick in zip(self.large, self._choices, picks))
 
-    def run(self, picks: Sequence[int]) -> Schedule:
-        """Return the schedule of these picks."""
-        key = tuple(picks)
+    def run(self, picks: Sequence[int], slowdown: float = 1.0) -> Schedule:
+        """Return the schedule of these picks, if codec and link take `slowdown` times as long as predicted."""
+        key = tuple(picks), slowdown
         if key not in self._known:
             jobs = [ScheduledTensor(batch.ready, self._batches.option(batch.spec, batch.strategy, size).route)
                     for batch, size in self._sizes(picks).items()]  # fmt: skip
             jobs += [ScheduledTensor(tensor.ready, option.route)
                      for tensor, option in self._large(picks) if not option.batched]  # fmt: skip
             jobs.sort(key=lambda job: job.ready)
+            if slowdown != 1:
+                jobs = [job._replace(route=self._scaled(job.route, slowdown)) for job in jobs]
             self._left -= sum(min(job.route.batches, schedule.MAX_BATCHES) for job in jobs)
             self._known[key] = schedule.run(jobs)
         return self._known[key]
+
+    def _scaled(self, route: Route, factor: float) -> Route:
+        if (route, factor) not in self._slower:
+            self._slower[route, factor] = route.scaled(factor)
+        return self._slower[route, factor]
 
     # -- starts ----------------------------------------------------------------------------------------------
 
@@ -283,8 +293,8 @@ class _Search:
             if end(start) < least * (1 - _STEP):
                 best, least = start, end(start)
         best = self._improve(best, backward)
-        limit = max(backward, self.run(best).finish) * (1 + _STEP)
-        return self._cut_less(self._make_dense(best, limit), limit)
+        limits = {slowdown: max(backward, self.run(best, slowdown).finish) * (1 + _STEP) for slowdown in (1.0, _DOUBT)}
+        return self._cut_less(self._make_dense(best, limits), limits)
 
     def _improve(self, picks: list[int], backward: float) -> list[int]:
         """Change one tensor at a time, the slowest first, while the step becomes shorter and time is left."""
@@ -308,7 +318,7 @@ class _Search:
             self._worth[key] = unbeaten(self._choices[index])
         return self._worth[key]
 
-    def _make_dense(self, picks: list[int], limit: float) -> list[int]:
+    def _make_dense(self, picks: list[int], limits: Mapping[float, float]) -> list[int]:
         """Make tensors dense again, those that gain least first."""
         dense = self.dense()
 
@@ -317,9 +327,9 @@ class _Search:
             return choices[dense[index]].route.busy - choices[picks[index]].route.busy
 
         order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != DENSE.spec), key=gain)
-        return self._change_most(picks, order, dense, limit)
+        return self._change_most(picks, order, dense, limits)
 
-    def _cut_less(self, picks: list[int], limit: float) -> list[int]:
+    def _cut_less(self, picks: list[int], limits: Mapping[float, float]) -> list[int]:
         """Cut compressed tensors into a range for each rank: further ones cost every processor tasks and frames."""
         fewer = list(picks)
         for i, (choices, pick) in enumerate(zip(self._choices, picks)):
@@ -327,16 +337,18 @@ class _Search:
             least = option._replace(partitions=num_shares(option.strategy, self.costs))[:3]
             if option.spec != DENSE.spec and option.partitions > least[-1]:
                 fewer[i] = next((j for j, other in enumerate(choices) if other[:3] == least), pick)
-        return self._change_most(picks, [i for i, pick in enumerate(picks) if fewer[i] != pick], fewer, limit)
+        return self._change_most(picks, [i for i, pick in enumerate(picks) if fewer[i] != pick], fewer, limits)
 
-    def _change_most(self, picks: list[int], order: Sequence[int], others: Sequence[int], limit: float) -> list[int]:
-        """Take the picks of `others` for as many tensors, in this order, as leave the last mean within the limit."""
+    def _change_most(
+        self, picks: list[int], order: Sequence[int], others: Sequence[int], limits: Mapping[float, float]
+    ) -> list[int]:
+        """Take the picks of `others` for as many tensors, in this order, as keep within the limits of all slowdowns."""
         low, high, best = 0, len(order), picks
         while low < high:
             count = (low + high + 1) // 2
             changed = set(order[:count])
             trial = [others[i] if i in changed else pick for i, pick in enumerate(picks)]
-            if self.run(trial).finish <= limit:
+            if all(self.run(trial, slowdown).finish <= limit for slowdown, limit in limits.items()):
                 low, best = count, trial
             else:
                 high = count - 1

@@ -109,13 +109,11 @@ class Route:
     batches: int = 1
     load: float = 1.0
 
-    def shared(self, num_tensors: int) -> Route:
-        """Return the part of each of `num_tensors` equal tensors, if this is the route of all of them together."""
-        parts = [
-            replace(leg, **{name: getattr(leg, name) / num_tensors for name in ("encode", "wire", "decode", "aside")})
-            for leg in self.legs
-        ]
-        return Route(tuple(parts), self.batches, self.load)
+    def scaled(self, factor: float) -> Route:
+        """Return a route whose times on codec and link are `factor` times as long. Latencies stay."""
+        names = ("encode", "wire", "decode", "aside")
+        legs = [replace(leg, **{name: factor * getattr(leg, name) for name in names}) for leg in self.legs]
+        return Route(tuple(legs), self.batches, self.load)
 
     @cached_property
     def encode(self) -> float:

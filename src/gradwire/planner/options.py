@@ -142,7 +142,7 @@ def options(
     for strategy in DENSE.strategies:
         shares = num_shares(strategy, costs)
         together = route(DENSE.spec, strategy, shares, numel * neighbors, costs, itemsize)
-        found.append(Option(DENSE.spec, strategy, shares, together.shared(neighbors), batched=True))
+        found.append(Option(DENSE.spec, strategy, shares, together.scaled(1 / neighbors), batched=True))
         counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
         for count in counts[bisect_right(counts, shares) :]:
             found.append(
