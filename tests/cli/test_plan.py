@@ -58,6 +58,17 @@ def test_a_described_link_replaces_the_measured_one(app, costs_file) -> None:
     assert fast.step < slow.step
 
 
+def test_tensors_are_handed_over_in_ddps_buckets(app, costs_file) -> None:
+    """So small ones share messages and calls, as they will in the training."""
+    arguments = ["plan", "--model", "resnet50", "--costs", costs_file, "--json"]
+    tables = [
+        PlanTable.from_json(CliRunner().invoke(app, [*arguments, *more], catch_exceptions=False).output)
+        for more in ([], ["--bucket", "0.001"])
+    ]
+    num_buckets = [len({row.ready for row in table.rows}) for table in tables]
+    assert num_buckets[0] < 8 and num_buckets[1] > 100
+
+
 def test_ranks_of_a_node_share_its_link(app, costs_file) -> None:
     arguments = ["plan", "--model", "lstm", "--costs", costs_file, "--rate", "1gbit", "--ranks", "8", "--json"]
     alone, shared = (
@@ -106,7 +117,8 @@ def job():
 
 def test_a_model_of_the_users_own_is_timed_and_planned(app, costs_file, tmp_path, monkeypatch) -> None:
     (tmp_path / "job_of_plan.py").write_text(JOB)
-    arguments = ["plan", "--model", f"{tmp_path}/job_of_plan.py:job", "--costs", costs_file, "--json"]
+    bucket = ["--bucket", "0.1"]  # a bucket for each matrix
+    arguments = ["plan", "--model", f"{tmp_path}/job_of_plan.py:job", "--costs", costs_file, "--json", *bucket]
     table = PlanTable.from_json(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
     assert {row.name: row.numel for row in table.rows} == {
         "0.weight": 131072, "0.bias": 512, "2.weight": 131072, "2.bias": 256, "unused": 3,

@@ -49,6 +49,20 @@ def test_a_fit_weighs_small_sizes_as_much_as_large_ones():
     assert found(10**7) == pytest.approx(2e-2, rel=0.2)
 
 
+def test_tensors_of_a_fusion_group_pay_once_for_what_they_share():
+    line, curve = LinearCost(5e-5, 1e-9), Curve(((1000, 6e-5), (2000, 7e-5)))
+    codec = CodecCosts(line, curve, line, LinearCost(0, 4), shared_encode=4e-5, shared_decode=6.5e-5)
+    assert codec.fused(1) == codec
+    four = codec.fused(4)
+    assert four.encode(1000) == pytest.approx(line(1000) - 3e-5)
+    assert four.decode(1000) == pytest.approx(6e-5 - 0.75 * 6.5e-5)
+    assert four.merge(1000) == line(1000)
+    assert codec.fused(1000).decode(1000) == 0  # not below
+    assert four.payload_bytes == codec.payload_bytes
+    with pytest.raises(OptionError, match="Shared seconds must be finite numbers"):
+        CodecCosts(line, line, line, line, shared_merge=-1.0)
+
+
 @pytest.mark.parametrize(
     ("xs", "ys"), [([1], [1]), ([1, 1], [1, 2]), ([1, 2], [1]), ([1, 2], [0, 1]), ([1, 2], [1, float("nan")])]
 )
@@ -95,7 +109,11 @@ def test_the_slowest_link_has_the_worst_of_each():
 
 def test_a_file_gives_back_what_was_written():
     curve = Curve(((1, 1e-6), (1000, 2e-6)))
-    codecs = {"none": NONE, "threelc:sparsity=1.5": CodecCosts(curve, curve, curve, LinearCost(0, 0.2)), "lanes": LANES}
+    codecs = {
+        "none": NONE,
+        "threelc:sparsity=1.5": CodecCosts(curve, curve, curve, LinearCost(0, 0.2), shared_merge=1e-6),
+        "lanes": LANES,
+    }
     links = (LinkCosts(1e-4, 8e-9), LinkCosts(1e-4, 1e-9))
     found = costs(world_size=2, links=links, codecs=codecs, native=LinkCosts(0, 1e-9), add=curve, made_by="a test",
                   ranks_per_node=2, within=LinkCosts(1e-6, 1e-10))  # fmt: skip
@@ -106,7 +124,7 @@ def test_a_file_with_strange_entries_is_refused():
     document = json.loads(costs().to_json())
     changes = {
         "not a gradwire costs file": {"format": "gradwire plan"},
-        "version 3, and this release of gradwire reads version 2. Make the file again": {"version": 3},
+        "version 4, and this release of gradwire reads version 3. Make the file again": {"version": 4},
         "has unknown speed (in costs). Correct the file": {"speed": 1},
         "Pass links=": {"links": []},
         "finite numbers": {"task": -1},

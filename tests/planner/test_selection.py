@@ -8,9 +8,11 @@ from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.closed_forms import native_seconds, route
 from gradwire.planner.costs import CodecCosts, LinearCost
 from gradwire.planner.fidelity import LISTED, RankedCompressor, methods
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
+from gradwire.sync.plan import Plan
 from tests.planner.machines import costs
 
-DRAGONN, DGC = RankedCompressor("dragonn", LISTED), RankedCompressor("dgc", LISTED)
+DRAGONN, DGC = RankedCompressor.of("dragonn", LISTED), RankedCompressor.of("dgc", LISTED)
 LAUNCH = 20e-6  # of a kernel: what makes small tensors not worth it
 
 
@@ -37,7 +39,7 @@ def test_auto_may_choose_dragonn():
 
 def test_of_two_sparsifiers_the_one_that_encodes_faster_is_chosen_for_large_tensors_alone():
     model = [PlannedTensor(f"block{index}", (64, 64), ready=1e-3 * index) for index in range(20)]
-    model += [PlannedTensor("head", (4096, 30_938), ready=0.02)]
+    model += [PlannedTensor("head", (4096, 30_938), ready=0.03)]
     table = plan(model, described(25e9), [DGC, DRAGONN], min_elements=1024)
     assert [row.name for row in table.rows if row.spec == "dragonn"] == ["head"]
     assert {row.spec for row in table.rows} == {"none", "dragonn"}
@@ -91,3 +93,48 @@ def test_balanced_sums_are_chosen_for_equal_positions_or_where_exact_sums_are_to
         assert row.spec == "dragonn"
         found.append(row.strategy)
     assert found == [exact, any_way]
+
+
+SMALL = [PlannedTensor(f"blocks.{index}.weight", (24, 48)) for index in range(128)]
+
+
+def many_small(rate, shared):
+    """Four ranks, on which a call takes 60 us, and a tensor of a fusion group saves a `shared` part of that."""
+    call, job = LinearCost(60e-6, 1e-9), costs(4, rate, task=5e-5)
+    saved = {f"shared_{name}": shared * call.fixed for name in ("encode", "decode", "merge")}
+    dragonn = CodecCosts(call, call, call, LinearCost(4, 0.005), **saved)
+    return replace(job, codecs={"none": job.codecs["none"], "dragonn": dragonn}, frame_bytes=0)
+
+
+@pytest.mark.parametrize(("rate", "shared", "sparse"), [(1e8, 0.95, 128), (1e9, 0.95, 128), (1e9, 0, 0)])
+def test_many_small_tensors_are_sparsified_if_one_call_for_all_of_them_is_cheap(rate, shared, sparse):
+    job, method = many_small(rate, shared), RankedCompressor("dragonn", ("allgather",))
+    rows = plan(SMALL, job, [method], min_elements=0, native=()).rows
+    assert sum(row.spec == "dragonn" for row in rows) == sparse
+    # The simulator runs the synchronizer's own operations, with the same costs: it prefers the same plan.
+    model = SimulatedModel([SimulatedGradient(each.name, each.shape) for each in SMALL], bucket_bytes=1e9)
+    cluster = Cluster(ranks=4, link=SimulatedLink.measured(job.slowest))
+    every, none = (
+        step(model, Plan({"?*": method}, strategy=strategy), cluster, job).seconds
+        for method, strategy in (("dragonn", "allgather"), ("none", "ring"))
+    )
+    assert (every < none) == bool(sparse)
+
+
+def test_small_tensors_that_stay_dense_travel_in_one_batch_with_vectors():
+    model = [*SMALL, PlannedTensor("norm", (128,)), PlannedTensor("head", (4096, 4096))]
+    rows = plan(model, many_small(1e9, 0), [DRAGONN], native=()).rows
+    assert {(row.spec, row.strategy, row.batched) for row in rows[:-1]} == {("none", rows[0].strategy, True)}
+    assert rows[-1].spec == "dragonn" and not rows[-1].batched
+
+
+def test_tensors_of_which_a_sparsifier_keeps_too_few_are_left_to_others():
+    job = described(1e7)
+    model = [PlannedTensor("conv", (64, 27)), PlannedTensor("fc", (500, 64))]
+    assert (DRAGONN.min_elements, RankedCompressor.of("topk", LISTED).min_elements) == (16_000, 1_600)
+    assert [row.spec for row in plan(model, job, [DRAGONN]).rows] == ["none", "dragonn"]
+    assert [row.spec for row in plan(model, job, [DRAGONN], min_elements=0).rows] == ["dragonn", "dragonn"]
+    assert {row.spec for row in plan(model, job, [RankedCompressor("dragonn", LISTED)]).rows} == {"dragonn"}
+    other = replace(job, codecs=job.codecs | {"onebit": costs().codecs["bit"]})
+    rows = plan(model, other, [RankedCompressor.of("onebit", ("allgather",)), DRAGONN]).rows
+    assert [row.spec for row in rows] == ["onebit", "dragonn"]

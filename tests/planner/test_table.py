@@ -35,7 +35,7 @@ def test_a_table_reads_as_columns_and_a_sentence(table):
     assert lines[0] == "Plan for 4 ranks, fidelity threelc:sparsity=1.5"
     assert lines[2].split()[:3] == ["tensor", "elements", "ready"]
     assert lines[3].split()[:5] == ["fc.weight", "1,000,000", "10", "ms", "threelc:sparsity=1.5"]
-    assert lines[5].startswith("2 small tensors")
+    assert lines[5].startswith("2 dense tensors")
     assert "1,064" in lines[5]
     assert len({len(line) for line in lines[3:5]}) == 1
     assert lines[-1].startswith("Compress 2 of 4 tensors (threelc:sparsity=1.5): a step of")
@@ -87,7 +87,7 @@ def test_small_tensors_that_are_cast_are_kept_in_files_and_read_as_one_row(table
     found = PlanTable.load(tmp_path / "plan.json")
     assert found == cast(table)
     line = str(found).splitlines()[5]
-    assert line.startswith("2 small tensors")
+    assert line.startswith("2 cast tensors")
     assert "bf16" in line
     assert "Compress 4 of 4 tensors (bf16, threelc:sparsity=1.5)" in found.verdict()
     entry = found.plan().entry("conv.bias", TensorSpec((64,)))

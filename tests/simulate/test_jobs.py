@@ -1,10 +1,13 @@
 """Tensor fusion and buckets against closed forms and the synchronizer itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
+from gradwire.planner.costs import LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.simulate.jobs import jobs_of
 from gradwire.sync.plan import Plan
@@ -62,6 +65,18 @@ def test_a_fusion_group_takes_one_task_and_each_of_its_codecs():
     one = step(tensors, Plan("onebit", strategy="allgather"), Cluster(2, SimulatedLink(None)), known)
     # Encode, send, recv and decode; a payload of each of two ranks is decoded.
     assert one.seconds == pytest.approx(4e-3 + 8 * 16384 * 3e-7, rel=0.02)
+
+
+def test_a_fusion_group_pays_once_for_what_its_tensors_share():
+    call = LinearCost(1e-3, 1e-7)
+    codec = replace(onebit(), encode=call, merge=call, shared_encode=1e-3, shared_merge=1e-4)
+    seconds = [
+        step(model(*[16384] * 8, bucket_bytes=1 << 30), Plan("onebit", strategy="allgather"),
+             Cluster(2, SimulatedLink(None)), costs(1e-3, onebit=each)).seconds
+        for each in (codec, replace(codec, shared_encode=0.0, shared_merge=0.0))
+    ]  # fmt: skip
+    # Of eight encodes and of the merges of two payloads each.
+    assert seconds[1] - seconds[0] == pytest.approx(7 * (1e-3 + 2 * 1e-4))
 
 
 def test_large_tensors_of_a_bucket_are_cut_as_ever():

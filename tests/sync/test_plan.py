@@ -65,11 +65,24 @@ def test_a_catch_all_that_has_nothing_left_and_rules_that_match_are_not_noted() 
 def test_a_plan_that_compresses_nothing_notes_why_and_what_to_pass() -> None:
     small = {"0.weight": TensorSpec((8, 16)), "0.bias": TensorSpec((4096,))}
     (note,) = Plan("topk").notes(small)
-    assert "topk compresses nothing: all 2 tensors are vectors or smaller than min_elements=1,024" in note
+    assert "topk compresses nothing: all 2 tensors are vectors or smaller than min_elements=1,600" in note
     assert "The largest, '0.weight', has 128 elements" in note and "Pass min_elements=0" in note
     assert Plan("topk", min_elements=0).notes(small) == []
     assert Plan("none").notes(small) == [], "nothing was asked for"
     assert len(Plan({"zzz": "topk", "*": "none"}).notes(small)) == 1, "that a rule has nothing to do says it"
+
+
+@pytest.mark.parametrize(
+    ("method", "smallest"),
+    [("threelc", 1024), ("topk:ratio=0.01", 1600), ("topk:ratio=0.5", 1024), ("dgc", 16_000), ("dragonn", 16_000)],
+)
+def test_by_default_a_sparsifier_takes_tensors_of_which_it_keeps_sixteen_elements(method: str, smallest: int) -> None:
+    """Others take those of 1,024 elements. A number of the user's and a rule that names tensors count for all."""
+    fitting, small = (TensorSpec((count, 1)) for count in (smallest, smallest - 1))
+    assert not Plan(method).entry("w", fitting).compressor.dense
+    assert Plan(method).entry("w", small).compressor.dense
+    for plan in (Plan(method, min_elements=smallest - 1), Plan({"w*": method})):
+        assert not plan.entry("w", small).compressor.dense
 
 
 def test_feedback_is_each_compressors_default_unless_said() -> None:

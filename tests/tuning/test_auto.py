@@ -165,7 +165,7 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
     ("onebit", "gradwire, dense where auto decides"),  # DDP's would not compress what was to be compressed
 ])  # fmt: skip
 def test_what_a_mapping_names_is_part_of_each_plan(given: str, unchosen: str) -> None:
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)))
     handle = gw.attach(ddp, {"0.weight": given, "*": "auto"}, fidelity="near-lossless")
     pilot = handle.autopilot
     assert pilot is not None and pilot.current.name == unchosen

@@ -31,7 +31,7 @@ from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.lang.ir import ELEMENTS
 from gradwire.lang.passes import Sweep, schedule
-from gradwire.tuning.measure_codec import single_thread
+from gradwire.tuning.timing import single_thread
 
 _BLOCK = 1024
 _RANKS = 4

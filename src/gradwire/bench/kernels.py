@@ -16,7 +16,7 @@ from gradwire.compressors.support.thc_tables import optimal
 from gradwire.core.errors import UnknownNameError
 from gradwire.kernels import active as kernels
 from gradwire.kernels.blocks import BlockLayout, num_sign_words
-from gradwire.tuning.measure_codec import single_thread
+from gradwire.tuning.timing import single_thread
 
 _BLOCK = 1024
 _RANKS = 4

@@ -28,7 +28,6 @@ from gradwire.bench.advice import MIN_GAIN, Measurement, ProbeFindings
 from gradwire.bench.probe_job import ProbeJob
 from gradwire.bench.probe_steps import SILENT, ReplayedSteps
 from gradwire.bench.statistics import ring_bytes
-from gradwire.compressors.base.registry import compressor_of
 from gradwire.core import threads
 from gradwire.core.errors import GradwireError
 from gradwire.observe.notices import seldom
@@ -83,10 +82,8 @@ class Prober:
         """
         self._methods = levels.methods(self.fidelity)
         level = {method.spec for method in self._methods}
-        self._extra = [levels.RankedCompressor(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
+        self._extra = [levels.RankedCompressor.of(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
                        if spec not in level]  # fmt: skip
-        for method in self._extra:
-            compressor_of(method.spec)  # refuses unknown names and options before anything is measured
         specs = self.job.specs
         synchronizer = Synchronizer(None, "none", tensors=specs, options=SyncOptions(self.timeout))
         try:

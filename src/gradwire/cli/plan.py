@@ -46,6 +46,7 @@ def plan(
     ranks_per_node: Annotated[
         int, typer.Option(min=1, help="Ranks that share a node and its link, used with --rate.")
     ] = 1,
+    bucket: Annotated[float, typer.Option(min=0.001, help="Size of DDP's buckets in MB of 2^20 bytes.")] = 25.0,
     compute: Annotated[
         str | None,
         typer.Option(help="Time of forward and backward. Default: measured for a FUNCTION, else 100ms."),
@@ -73,9 +74,11 @@ def plan(
     step = _timeline(model, None if compute is None else seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency, ranks_per_node)
     native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
+    bucket_bytes = int(bucket * (1 << 20))
     table = planner.plan(
-        step.gradients, known, fidelity=fidelity, backward=step.backward, rest=step.rest, native=native
-    )
+        planner.in_buckets(step.gradients, bucket_bytes), known, fidelity=fidelity, backward=step.backward,
+        rest=step.rest, bucket_bytes=bucket_bytes, native=native,
+    )  # fmt: skip
     if save is not None:
         table.pin().save(save)
     typer.echo(table.to_json() if as_json else f"{table}\n\nCosts: {known.made_by or 'from a file'}.")

@@ -73,7 +73,8 @@ class TransferOptions:
     """How gradients and updates are encoded, and when they travel.
 
     Attributes:
-        min_elements: Smallest tensor that is compressed, in elements. Vectors are never compressed.
+        min_elements: Smallest tensor that is compressed, in elements. Vectors are never compressed. None for the
+            default of `Plan`.
         chunk_elements: Size above which a parameter is split into chunks of rows that travel one by one, in elements.
             Only for optimizers that treat each element by itself.
         feedback: Whether residuals are kept and added to later gradients and updates. None leaves this to the
@@ -84,7 +85,7 @@ class TransferOptions:
             for a model that reads a module's parameters before it calls the module.
     """
 
-    min_elements: int = 1024
+    min_elements: int | None = None
     chunk_elements: int = 1 << 15
     feedback: bool | None = None
     overlap: bool = True

@@ -1,7 +1,7 @@
 """The planner: chooses compressor, strategy and partitions for each tensor from measured costs. It measures nothing."""
 
 from gradwire.planner.choose import plan, uniform
-from gradwire.planner.options import PlannedTensor, is_small
+from gradwire.planner.options import PlannedTensor, in_buckets
 from gradwire.planner.table import PlanRow, PlanTable
 
-__all__ = ["PlanRow", "PlanTable", "PlannedTensor", "is_small", "plan", "uniform"]
+__all__ = ["PlanRow", "PlanTable", "PlannedTensor", "in_buckets", "plan", "uniform"]

@@ -4,12 +4,14 @@
 2. All tensors during backward (`schedule`). Where backward hides a dense all-reduce, compression gains nothing, and
    where the codec is the bottleneck, the best options of single tensors do not make the best plan. The search starts
    from the dense plan, from the best options of single tensors, and from each compressor for all tensors. It changes
-   the best of these tensor by tensor while that helps, and finally makes tensors dense again where compression does
-   not help.
+   the best of these tensor by tensor while that helps. Finally, where that makes the step no longer, it makes tensors
+   dense again, and cuts the others into no more ranges than there are ranks. It must be no longer either if codec and
+   link take twice as long as predicted: what fills the time of backward to the brim is not hidden in practice.
 
 A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
-which are: neighbors share the tasks and frames that they would pay for one by one, but a rank that owns a tensor takes
-longer for it than all ranks for a part each.
+which are: neighbors share the tasks, frames and calls that they would pay for one by one, but a rank that owns a tensor
+takes longer for it than all ranks for a part each. The dense tensors of a bucket travel in a batch, except for large
+ones in more ranges than one for each rank. A schedule has a batch for all of them, whatever the search has made dense.
 
 Guarantees: the plan's predicted step is never longer than the dense one, by gradwire or by the framework's own
 all-reduce. Of plans with the same prediction, the method of higher fidelity wins. The result depends only on the
@@ -23,22 +25,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError
 from gradwire.planner import fidelity as levels
 from gradwire.planner import schedule
-from gradwire.planner.closed_forms import Route, native_seconds, route
+from gradwire.planner.batches import Batch, Batches, Size
+from gradwire.planner.closed_forms import Route, native_seconds
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import DENSE, RankedCompressor
-from gradwire.planner.options import Option, PlannedTensor, best_alone, is_small, on_nodes, options, unbeaten
+from gradwire.planner.native import natives
+from gradwire.planner.options import (
+    Option,
+    PlannedTensor,
+    best_alone,
+    num_shares,
+    on_nodes,
+    options,
+    unbeaten,
+)
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
+from gradwire.sync.plan_entry import is_small
 
 MIN_GAIN = 0.02  # predictions are no more accurate than this
-_ITEMSIZES = {"fp32": 8, "fp16": 2}  # most bytes of an element, by kind of the framework's own all-reduce
+_DOUBT = 2.0  # what backward hides must be hidden by twice the time, as it slows down codecs on its own processors
 _STEP = 0.002  # relative difference that counts in the search
 _MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, which bounds its time
 
@@ -50,7 +62,7 @@ def plan(
     *,
     fidelity: str = "balanced",
     partitions: Sequence[int] | None = None,
-    min_elements: int = 1_024,
+    min_elements: int | None = None,
     backward: float | None = None,
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
@@ -66,7 +78,8 @@ def plan(
             `fidelity` allows, with gcomp only if it was measured, since it needs an optimizer.
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         partitions: Numbers of partitions to try; None for `gradwire.planner.options.partition_counts`.
-        min_elements: Vectors, and tensors of fewer elements, travel in batches: dense, or cast to 16 bits if allowed.
+        min_elements: Vectors, and tensors of fewer elements, are not compressed: they travel dense, or cast to 16 bits
+            if allowed. None for the number of each compressor.
         backward: Seconds of the backward pass. None ends it with the last gradient.
         rest: Seconds of a step before and after backward.
         min_gain: Share of the dense step that compression must save.
@@ -90,7 +103,7 @@ def plan(
     dense, best = search.dense(), search.best(backward)
     if not search.compresses(best):
         dense = best
-    rivals = _natives(search.tensors, costs, bucket_bytes, native)
+    rivals = natives(search.tensors, costs, bucket_bytes, native)
     dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
     least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
     if rest + best_finish > (1 - min_gain) * (rest + least):
@@ -104,7 +117,7 @@ def uniform(
     costs: Costs,
     method: RankedCompressor,
     *,
-    min_elements: int = 1_024,
+    min_elements: int | None = None,
     rest: float = 0.0,
     bucket_bytes: int = 25 << 20,
 ) -> PlanTable:
@@ -115,7 +128,7 @@ def uniform(
     search = _Search(_ordered(tensors), costs, [method], None, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in search.methods[0].strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
-    rivals = _natives(search.tensors, costs, bucket_bytes, ("fp32",))
+    rivals = natives(search.tensors, costs, bucket_bytes, ("fp32",))
     backward = max(tensor.ready for tensor in tensors)
     return _table(search, picks, search.dense(), rivals, backward, rest, method.spec, False)
 
@@ -162,74 +175,78 @@ class _Search:
     costs: Costs
     methods: Sequence[RankedCompressor]
     partitions: Sequence[int] | None
-    min_elements: int
+    min_elements: int | None
     cast: str | None = None
-    _known: dict[tuple[int, ...], Schedule] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], float], Schedule] = field(default_factory=dict)
+    _slower: dict[tuple[Route, float], Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.methods = [on_nodes(method, self.costs) for method in self.methods]
-        self.large = [tensor for tensor in self.tensors if not self._small(tensor)]
-        small = [tensor for tensor in self.tensors if self._small(tensor)]
+        others = [method for method in self.methods if method.spec != DENSE.spec]
+        smallest = min(self._min_elements(method) for method in others or [DENSE])
+        self.large = [tensor for tensor in self.tensors if not is_small(tensor.shape, smallest)]
+        small = [tensor for tensor in self.tensors if is_small(tensor.shape, smallest)]
         known: dict[tuple[int, ...], list[Option]] = {}  # by size and neighbors: models repeat their layers
         neighbors = _neighbors(self.large)
         self._keys: list[tuple[int, ...]] = [(*tensor.size, count) for tensor, count in zip(self.large, neighbors)]
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
-                known[key] = options(tensor, self.costs, self.methods, self.partitions, key[-1])
+                fitting = [method for method in others if tensor.numel >= self._min_elements(method)]
+                known[key] = options(tensor, self.costs, fitting, self.partitions, key[-1])
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
-        self._batch_numel = sum(tensor.numel for tensor in small)
-        self._batch_bytes = sum(tensor.nbytes for tensor in small)
         specs = [DENSE.spec]
         if self.cast is not None and any(_may_be_cast(tensor) for tensor in small):
             specs.append(self.cast)
-        self._batches = [self._batch_jobs(small, spec) for spec in specs]
-        self._keys.append((self._batch_numel,))
-        self._choices.append(
-            [
-                Option(
-                    spec,
-                    "scatter_reduce",
-                    self.costs.world_size,
-                    self._batch(spec, self._batch_numel, self._batch_bytes),
-                )
-                for spec in specs
-            ]
-        )
+        self._batches = Batches(self.costs, small)
+        self._keys.append(())
+        self._choices.append(self._batches.options(specs))
         self._left = max(20 * len(self.large), _MAX_SCHEDULED)
 
-    def _small(self, tensor: PlannedTensor) -> bool:
-        return is_small(tensor.shape, self.min_elements)
+    def _min_elements(self, method: RankedCompressor) -> int:
+        return method.min_elements if self.min_elements is None else self.min_elements
 
-    def _batch(self, spec: str, numel: int, nbytes: int) -> Route:
-        ranges = self.costs.world_size
-        return route(spec, "scatter_reduce", ranges, numel, self.costs, -(-nbytes // max(1, numel)))
+    def _sizes(self, picks: Sequence[int]) -> dict[Batch, Size]:
+        """Return the size of each batch."""
+        return self._batches.sizes(self._choices[-1][picks[-1]], self._large(picks))
 
-    def _batch_jobs(self, small: Sequence[PlannedTensor], spec: str) -> list[ScheduledTensor]:
-        """Return the batches of small tensors, one for each bucket."""
-        numels, sizes = Counter[float](), Counter[float]()
-        for tensor in small:
-            numels[tensor.ready] += tensor.numel
-            sizes[tensor.ready] += tensor.nbytes
-        return [ScheduledTensor(ready, self._batch(spec, numels[ready], sizes[ready])) for ready in numels]
+    def _large(self, picks: Sequence[int]) -> Iterator[tuple[PlannedTensor, Option]]:
+        """Yield the large tensors with their options."""
+        return ((tensor, choices[pick]) for tensor, choices, pick in zip(self.large, self._choices, picks))
 
-    def run(self, picks: Sequence[int]) -> Schedule:
-        """Return the schedule of these picks."""
-        key = tuple(picks)
+    def run(self, picks: Sequence[int], slowdown: float = 1.0) -> Schedule:
+        """Return the schedule of these picks, if codec and link take `slowdown` times as long as predicted."""
+        key = tuple(picks), slowdown
         if key not in self._known:
-            jobs = [ScheduledTensor(tensor.ready, choices[pick].route)
-                    for tensor, choices, pick in zip(self.large, self._choices, picks)]  # fmt: skip
-            jobs += self._batches[picks[-1]]
+            jobs = [ScheduledTensor(batch.ready, self._batches.option(batch.spec, batch.strategy, size).route)
+                    for batch, size in self._sizes(picks).items()]  # fmt: skip
+            jobs += [ScheduledTensor(tensor.ready, option.route)
+                     for tensor, option in self._large(picks) if not option.batched]  # fmt: skip
+            jobs.sort(key=lambda job: job.ready)
+            if slowdown != 1:
+                jobs = [job._replace(route=self._scaled(job.route, slowdown)) for job in jobs]
             self._left -= sum(min(job.route.batches, schedule.MAX_BATCHES) for job in jobs)
             self._known[key] = schedule.run(jobs)
         return self._known[key]
+
+    def _scaled(self, route: Route, factor: float) -> Route:
+        if (route, factor) not in self._slower:
+            self._slower[route, factor] = route.scaled(factor)
+        return self._slower[route, factor]
 
     # -- starts ----------------------------------------------------------------------------------------------
 
     def dense(self) -> list[int]:
         """Return the best dense picks: one strategy for all tensors, or the best of each tensor alone."""
         plans = [self.uniform(DENSE.spec, strategy) for strategy in (None, *DENSE.strategies)]
+        plans += [self._all_batched(strategy) for strategy in DENSE.strategies]
         return min(plans, key=lambda picks: self.run(picks).finish)
+
+    def _all_batched(self, strategy: str) -> list[int]:
+        return [
+            next(index for index, option in enumerate(choices) if option.batched and option.strategy == strategy)
+            for choices in self._choices
+        ]
 
     def compresses(self, picks: Sequence[int]) -> bool:
         return any(choices[pick].spec != DENSE.spec for choices, pick in zip(self._choices, picks))
@@ -250,9 +267,9 @@ class _Search:
                 way = routes[index].route
                 return max(way.seconds, hidden + way.busy) + MIN_GAIN * way.seconds
 
-            fitting = [index for index, option in enumerate(choices)
-                       if option.spec == spec and strategy in (None, option.strategy)] or [0]  # fmt: skip
-            picks.append(min(fitting, key=cost))
+            wanted = [i for i, each in enumerate(choices) if each.spec == spec and strategy in (None, each.strategy)]
+            dense = [i for i, each in enumerate(choices) if each.spec == DENSE.spec]
+            picks.append(min(wanted or dense, key=cost))
             later += choices[picks[-1]].route.busy
         return picks[::-1]
 
@@ -276,7 +293,8 @@ class _Search:
             if end(start) < least * (1 - _STEP):
                 best, least = start, end(start)
         best = self._improve(best, backward)
-        return self._make_dense(best, backward)
+        limits = {slowdown: max(backward, self.run(best, slowdown).finish) * (1 + _STEP) for slowdown in (1.0, _DOUBT)}
+        return self._cut_less(self._make_dense(best, limits), limits)
 
     def _improve(self, picks: list[int], backward: float) -> list[int]:
         """Change one tensor at a time, the slowest first, while the step becomes shorter and time is left."""
@@ -300,21 +318,37 @@ class _Search:
             self._worth[key] = unbeaten(self._choices[index])
         return self._worth[key]
 
-    def _make_dense(self, picks: list[int], backward: float) -> list[int]:
-        """Make tensors dense again, those that gain least first, as long as the step stays as short."""
-        dense, limit = self.dense(), max(backward, self.run(picks).finish) * (1 + _STEP)
+    def _make_dense(self, picks: list[int], limits: Mapping[float, float]) -> list[int]:
+        """Make tensors dense again, those that gain least first."""
+        dense = self.dense()
 
         def gain(index: int) -> float:
             choices = self._choices[index]
             return choices[dense[index]].route.busy - choices[picks[index]].route.busy
 
         order = sorted((i for i, pick in enumerate(picks) if self._choices[i][pick].spec != DENSE.spec), key=gain)
+        return self._change_most(picks, order, dense, limits)
+
+    def _cut_less(self, picks: list[int], limits: Mapping[float, float]) -> list[int]:
+        """Cut compressed tensors into a range for each rank: further ones cost every processor tasks and frames."""
+        fewer = list(picks)
+        for i, (choices, pick) in enumerate(zip(self._choices, picks)):
+            option = choices[pick]
+            least = option._replace(partitions=num_shares(option.strategy, self.costs))[:3]
+            if option.spec != DENSE.spec and option.partitions > least[-1]:
+                fewer[i] = next((j for j, other in enumerate(choices) if other[:3] == least), pick)
+        return self._change_most(picks, [i for i, pick in enumerate(picks) if fewer[i] != pick], fewer, limits)
+
+    def _change_most(
+        self, picks: list[int], order: Sequence[int], others: Sequence[int], limits: Mapping[float, float]
+    ) -> list[int]:
+        """Take the picks of `others` for as many tensors, in this order, as keep within the limits of all slowdowns."""
         low, high, best = 0, len(order), picks
         while low < high:
             count = (low + high + 1) // 2
-            back = set(order[:count])
-            trial = [dense[i] if i in back else pick for i, pick in enumerate(picks)]
-            if self.run(trial).finish <= limit:
+            changed = set(order[:count])
+            trial = [others[i] if i in changed else pick for i, pick in enumerate(picks)]
+            if all(self.run(trial, slowdown).finish <= limit for slowdown, limit in limits.items()):
                 low, best = count, trial
             else:
                 high = count - 1
@@ -324,20 +358,26 @@ class _Search:
 
     def rows(self, picks: Sequence[int]) -> list[PlanRow]:
         """Return the rows of the table, in the order of backward."""
-        dense = self.dense()
-        chosen = {}
-        for tensor, choices, pick, none in zip(self.large, self._choices, picks, dense):
-            native = native_seconds(tensor.nbytes, self.costs)
-            chosen[tensor.name] = (choices[pick], 1.0, min(native, choices[none].route.seconds))
-        uncast, batch = self._choices[-1][0], self._choices[-1][picks[-1]]
-        together = min(native_seconds(self._batch_bytes, self.costs), uncast.route.seconds)
+        dense, sizes, small = self.dense(), self._sizes(picks), self._choices[-1][picks[-1]]
+        alone = {tensor.name: option.route.seconds for tensor, option in self._large(dense)}
+        chosen = {tensor.name: option for tensor, option in self._large(picks)}
         found = []
         for tensor in self.tensors:
-            share = tensor.numel / max(1, self._batch_numel)
-            small = batch if _may_be_cast(tensor) else uncast
-            option, share, least = chosen.get(tensor.name, (small, share, share * together))
-            found.append(_row(tensor, option, share, least, tensor.name not in chosen))
+            option = chosen.get(tensor.name, small)
+            if option.batched:
+                found.append(self._row_of_batch(tensor, option, sizes))
+            else:
+                least = min(native_seconds(tensor.nbytes, self.costs), alone[tensor.name])
+                found.append(_row(tensor, option, 1.0, least))
         return found
+
+    def _row_of_batch(self, tensor: PlannedTensor, option: Option, sizes: Mapping[Batch, Size]) -> PlanRow:
+        """Return the row of a tensor with its share of the batch."""
+        size = sizes[Batch(tensor.ready, option.spec, option.strategy)]
+        batch, uncast = (self._batches.option(spec, option.strategy, size) for spec in (option.spec, DENSE.spec))
+        share = tensor.numel / max(1, size.numel)
+        least = min(native_seconds(size.nbytes, self.costs), uncast.route.seconds)
+        return _row(tensor, batch if _may_be_cast(tensor) else uncast, share, share * least)
 
 
 def _neighbors(tensors: Sequence[PlannedTensor]) -> list[int]:
@@ -360,33 +400,10 @@ def _may_be_cast(tensor: PlannedTensor) -> bool:
     return tensor.dtype.itemsize > 2
 
 
-def _row(tensor: PlannedTensor, option: Option, share: float, dense: float, batched: bool) -> PlanRow:
+def _row(tensor: PlannedTensor, option: Option, share: float, dense: float) -> PlanRow:
     times = option.route
     dtype = str(tensor.dtype).removeprefix("torch.")
     return PlanRow(
-        tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, batched,
+        tensor.name, tensor.numel, dtype, tensor.ready, option.spec, option.strategy, option.partitions, option.batched,
         share * times.encode, share * times.wire, share * times.decode, share * times.seconds, dense,
     )  # fmt: skip
-
-
-def _natives(
-    tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, kinds: Sequence[str]
-) -> dict[str, Schedule]:
-    """Schedule each kind of the framework's own all-reduce."""
-    unknown = set(kinds) - set(_ITEMSIZES)
-    if unknown:
-        raise UnknownNameError("kind of all-reduce", min(unknown), _ITEMSIZES)
-    return {kind: _native(tensors, costs, bucket_bytes, _ITEMSIZES[kind]) for kind in kinds}
-
-
-def _native(tensors: Sequence[PlannedTensor], costs: Costs, bucket_bytes: int, itemsize: int) -> Schedule:
-    """Schedule the framework's own all-reduce: one bucket after another, each once its last gradient is ready."""
-    finish, busy, nbytes, sent = 0.0, 0.0, 0, 0
-    waiting = 2 * (costs.world_size - 1) * (costs.native or costs.slowest).latency
-    for index, tensor in enumerate(tensors):
-        nbytes += tensor.nbytes
-        sent += tensor.numel * min(itemsize, tensor.dtype.itemsize)
-        if nbytes >= bucket_bytes or index == len(tensors) - 1:
-            seconds = native_seconds(sent, costs)
-            finish, busy, nbytes, sent = max(finish, tensor.ready) + seconds, busy + max(0.0, seconds - waiting), 0, 0
-    return Schedule(finish, 0.0, busy)

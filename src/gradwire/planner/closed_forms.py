@@ -109,6 +109,12 @@ class Route:
     batches: int = 1
     load: float = 1.0
 
+    def scaled(self, factor: float) -> Route:
+        """Return a route whose times on codec and link are `factor` times as long. Latencies stay."""
+        names = ("encode", "wire", "decode", "aside")
+        legs = [replace(leg, **{name: factor * getattr(leg, name) for name in names}) for leg in self.legs]
+        return Route(tuple(legs), self.batches, self.load)
+
     @cached_property
     def encode(self) -> float:
         """Seconds in which a rank encodes."""
@@ -342,7 +348,8 @@ def route(
     batches = -(-partitions // shares)
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
     group = fused if partitions == 1 else 1
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec, costs, max(1.0, group / shares), group), W)
+    together = max(1.0, group / shares)
+    legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 
 

@@ -19,7 +19,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,9 @@ from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.wire.frame import HEADER_BYTES
 
-FORMAT, VERSION = "gradwire costs", 2
+FORMAT, VERSION = "gradwire costs", 3
+SHARED = ("shared_encode", "shared_decode", "shared_merge")
+"""Fields of `CodecCosts` that are seconds, whatever the number of elements."""
 _CORRECT = "Correct the file, or make it again."
 
 
@@ -177,6 +179,8 @@ class CodecCosts:
         finalize: Seconds to decode the sum.
         accumulator_bytes: Bytes of the accumulator of the sum over all ranks.
         squares: Whether these are costs of square matrices, because the compressor's bytes depend on the shape.
+        shared_encode, shared_decode, shared_merge: Seconds of `encode`, `decode` and `merge` that the tensors of a
+            fusion group share, because one compiled call is for all of them.
     """
 
     encode: Cost
@@ -189,8 +193,12 @@ class CodecCosts:
     finalize: Cost | None = None
     accumulator_bytes: Cost | None = None
     squares: bool = False
+    shared_encode: float = 0.0
+    shared_decode: float = 0.0
+    shared_merge: float = 0.0
 
     def __post_init__(self) -> None:
+        _expect_numbers("Shared seconds", (self.shared_encode, self.shared_decode, self.shared_merge))
         for group in (("stats", "stats_bytes"), ("accumulate", "finalize", "accumulator_bytes")):
             if len({getattr(self, name) is None for name in group}) > 1:
                 raise OptionError(f"Only some of {', '.join(group)} are given. Pass all of them, or none.")
@@ -202,6 +210,23 @@ class CodecCosts:
     @property
     def needs_stats(self) -> bool:
         return self.stats is not None
+
+    def fused(self, num_tensors: float) -> CodecCosts:
+        """Return the costs of each of `num_tensors` tensors that are encoded, decoded or merged in one call."""
+        share = 1 - 1 / num_tensors
+        return replace(
+            self,
+            encode=_lowered(self.encode, share * self.shared_encode),
+            decode=_lowered(self.decode, share * self.shared_decode),
+            merge=_lowered(self.merge, share * self.shared_merge),
+        )
+
+
+def _lowered(cost: Cost, seconds: float) -> Cost:
+    """Return a cost that is lower by `seconds`, but not below zero."""
+    if isinstance(cost, LinearCost):
+        return LinearCost(max(0.0, cost.fixed - seconds), cost.slope)
+    return Curve(tuple((x, max(0.0, y - seconds)) for x, y in cost.points))
 
 
 @dataclass(frozen=True)
@@ -349,8 +374,10 @@ def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
 
 def _read_codec(document: Any, spec: str) -> CodecCosts:
     found = expect_fields(document, CodecCosts, spec)
-    squares = found.pop("squares", False) is True
-    return CodecCosts(**{name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()}, squares=squares)
+    costs: dict[str, Any] = {"squares": found.pop("squares", False) is True}
+    costs |= {name: found.pop(name) for name in SHARED if name in found}
+    costs |= {name: _read_cost(cost, f"{spec}, {name}") for name, cost in found.items()}
+    return CodecCosts(**costs)
 
 
 def _read_cost(document: Any, where: str) -> Cost:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import UnknownNameError
+from gradwire.sync.plan_entry import MIN_ELEMENTS, min_elements_of
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
 # A ring encodes an aggregate again at each of its W − 1 hops. For most methods bias and variance add up.
@@ -30,10 +31,21 @@ class RankedCompressor(NamedTuple):
     Attributes:
         spec: Argument of `gradwire.compressors.base.registry.compressor_of`.
         strategies: Strategies that suit it, the preferred one first.
+        min_elements: Size below which it does not compress a tensor, unless the user says another one.
     """
 
     spec: str
     strategies: tuple[str, ...]
+    min_elements: int = MIN_ELEMENTS
+
+    @classmethod
+    def of(cls, spec: str, strategies: tuple[str, ...]) -> RankedCompressor:
+        """A compressor with its own smallest size.
+
+        Raises:
+            UnknownNameError, OptionError: See `compressor_of`.
+        """
+        return cls(spec, strategies, min_elements_of(compressor_of(spec)))
 
 
 DENSE = RankedCompressor(DENSE_NAME, ("ring", "scatter_reduce", "allgather"))
@@ -86,7 +98,8 @@ def methods(fidelity: str, optimizer: bool = False) -> list[RankedCompressor]:
     if fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     names = list(LEVELS)
-    allowed = [method for name in names[: names.index(fidelity) + 1] for method in LEVELS[name]]
+    levels = [LEVELS[name] for name in names[: names.index(fidelity) + 1]]
+    allowed = [RankedCompressor.of(method.spec, method.strategies) for level in levels for method in level]
     return [method for method in allowed if optimizer or not compressor_of(method.spec).needs_optimizer]
 
 

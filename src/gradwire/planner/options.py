@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,14 +16,16 @@ from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost
-from gradwire.planner.fidelity import DENSE, RankedCompressor
+from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
 from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
 from gradwire.sync.strategies import STRATEGIES
 
+FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Batches of one range per rank that are tried."""
+_EXACT = {method.spec for method in LEVELS["exact"]}  # never fused
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,52 @@ class PlannedTensor:
         return self.dtype.itemsize, *self.shape
 
 
-def is_small(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor of this shape travels in a batch with other small ones, uncompressed or cast."""
-    return len(shape) <= 1 or math.prod(shape) < min_elements
+def in_buckets(tensors: Sequence[PlannedTensor], bucket_bytes: float) -> list[PlannedTensor]:
+    """Return the tensors with the times at which DDP hands their buckets over.
+
+    DDP fills buckets in the order in which gradients are ready, until they have `bucket_bytes`; the first one, until it
+    has 1 MiB. A bucket is ready with its last gradient.
+    """
+    found, bucket, nbytes, limit = (
+        list[PlannedTensor](),
+        list[PlannedTensor](),
+        0,
+        min(FIRST_BUCKET_BYTES, bucket_bytes),
+    )
+    for tensor in sorted(tensors, key=lambda tensor: tensor.ready):
+        bucket.append(tensor)
+        nbytes += tensor.nbytes
+        if nbytes >= limit:
+            found += _handed_over(bucket)
+            bucket, nbytes, limit = [], 0, bucket_bytes
+    return found + _handed_over(bucket)
+
+
+def _handed_over(bucket: Sequence[PlannedTensor]) -> list[PlannedTensor]:
+    return [replace(tensor, ready=bucket[-1].ready) for tensor in bucket]
 
 
 class Option(NamedTuple):
-    """One option of a tensor."""
+    """One option of a tensor.
+
+    Attributes:
+        spec: Compressor.
+        strategy: Name of the strategy.
+        partitions: Number of ranges that the tensor is cut into, or its batch.
+        route: Route of the tensor alone, or its part of a route that it shares.
+        batched: Whether it travels in a batch, with what else of its bucket has the same compressor and strategy.
+    """
 
     spec: str
     strategy: str
     partitions: int
     route: Route
+    batched: bool = False
+
+
+def num_shares(strategy: str, costs: Costs) -> int:
+    """Return the number of ranks that own ranges; 1 if ranges have no owners."""
+    return costs.world_size if STRATEGIES[strategy].has_owners else 1
 
 
 def partition_counts(numel: int, shares: int) -> list[int]:
@@ -92,22 +129,34 @@ def options(
 ) -> list[Option]:
     """Return all options of a tensor, dense ones first, in the order of `methods`.
 
+    A dense tensor travels in a batch, cut into one range for each rank, or alone in more ranges.
+
     Args:
         tensor: The tensor.
         costs: Costs of this job.
         methods: Compressors to choose from, the highest fidelity first.
         partitions: Numbers of partitions to try; None for `partition_counts`.
-        neighbors: Number of tensors, including this one, that it is fused with if it has one partition.
+        neighbors: Number of tensors, this one included, that it is batched with, or fused with if it has one partition.
     """
-    found, itemsize, numel = [], tensor.dtype.itemsize, tensor.numel
-    for method in (DENSE, *(method for method in methods if method.spec != DENSE.spec)):
+    found, itemsize, numel = list[Option](), tensor.dtype.itemsize, tensor.numel
+    for strategy in DENSE.strategies:
+        shares = num_shares(strategy, costs)
+        together = route(DENSE.spec, strategy, shares, numel * neighbors, costs, itemsize)
+        found.append(Option(DENSE.spec, strategy, shares, together.scaled(1 / neighbors), batched=True))
+        counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
+        for count in counts[bisect_right(counts, shares) :]:
+            found.append(
+                Option(DENSE.spec, strategy, count, route(DENSE.spec, strategy, count, numel, costs, itemsize))
+            )
+    for method in (method for method in methods if method.spec != DENSE.spec):
         codec = codec_for(tensor, method.spec, costs)
         for strategy in method.strategies:
-            shares = costs.world_size if STRATEGIES[strategy].has_owners else 1
+            shares = num_shares(strategy, costs)
             # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
             # scatter-reduce slower (8 to 25 % in the simulator).
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
-            is_fused = method.spec != DENSE.spec and strategy in FUSION_STRATEGIES and numel <= MAX_RANGE_ELEMENTS
+            can_be_fused = strategy in FUSION_STRATEGIES and method.spec not in _EXACT
+            is_fused = can_be_fused and numel <= MAX_RANGE_ELEMENTS
             counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
             for count in [1] if codec.squares else counts:
                 if count <= most:

@@ -36,7 +36,8 @@ class PlanRow:
         spec: Compressor, such as ``"threelc:sparsity=1.5"``.
         strategy: Name of the strategy.
         partitions: Number of ranges that it is cut into. With one, it is fused with others where that is possible.
-        batched: Whether it travels in one message with other small tensors. Times are then its share of theirs.
+        batched: Whether it travels in one message with other dense tensors of its bucket. Times are then its share of
+            theirs.
         encode: Time in which a rank encodes.
         wire: Time in which a rank's link is busy.
         decode: Time in which a rank decodes and merges.
@@ -204,13 +205,13 @@ _LEFT = (0, 3, 4)  # columns of text
 
 
 def _grouped(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    """Combine the rows that travel in one message."""
+    """Combine the rows of batched tensors."""
     rows = list(rows)
-    small: dict[str, list[PlanRow]] = {}
+    batches: dict[tuple[str, str], list[PlanRow]] = {}
     for row in rows:
         if row.batched:
-            small.setdefault(row.spec, []).append(row)
-    return [row for row in rows if not row.batched] + [_together(batch) for batch in small.values()]
+            batches.setdefault((row.spec, row.strategy), []).append(row)
+    return [row for row in rows if not row.batched] + [_together(batch) for batch in batches.values()]
 
 
 def _together(rows: list[PlanRow]) -> PlanRow:
@@ -218,7 +219,8 @@ def _together(rows: list[PlanRow]) -> PlanRow:
         return rows[0]
     sums = {name: sum(getattr(row, name) for row in rows)
             for name in ("numel", "encode", "wire", "decode", "total", "dense")}  # fmt: skip
-    return replace(rows[0], name=f"{len(rows)} small tensors", ready=max(row.ready for row in rows), **sums)
+    kind = "dense" if rows[0].spec == DENSE_NAME else "cast"
+    return replace(rows[0], name=f"{len(rows)} {kind} tensors", ready=max(row.ready for row in rows), **sums)
 
 
 def _group(row: PlanRow) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch
 
@@ -61,8 +62,14 @@ class PriceList:
             return self.served.seconds(work)
         if work.call in ("send", "recv"):
             return self._carry(work, shapes) if self.carries else self._costs.task + self._costs.frame(0)
-        priced = getattr(self, f"_{work.call}")
+        priced = getattr(self._of_group(len(shapes)), f"_{work.call}")
         return self._costs.task + float(sum(priced(work, math.prod(shape)) for shape in shapes))
+
+    def _of_group(self, num_tensors: int) -> PriceList:
+        """Return the prices of each of `num_tensors` tensors that share the calls of the codec."""
+        prices = copy(self)
+        prices._codec = self._codec.fused(num_tensors)
+        return prices
 
     @property
     def carries(self) -> bool:

@@ -1,11 +1,15 @@
 """The plan: compressor, strategy and partition count of each tensor.
 
 Rules are shell patterns of parameter names. The first rule that matches a name counts. Under the blanket rule ``*``,
-vectors and small tensors stay dense: they have few bytes, and compression hurts biases and normalization most. All
-other rules apply to tensors of every size.
+vectors and small tensors stay dense: they have few bytes, and compression hurts biases and normalization most. A
+sparsifier that keeps a thousandth has nothing to choose from in a tensor of two thousand elements. All other rules
+apply to tensors of every size.
 
 A rule that applies to no tensor is not an error, so that different models can share rules. The plan mentions it in its
 `notes`, which are logged and part of every report.
+
+Differences: Deep Gradient Compression (Lin et al. 2018) says nothing of small tensors, and implementations sparsify
+every matrix, of which they keep at least one element.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError,
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals import policies
 from gradwire.sync.fusion import can_be_fused
-from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.plan_entry import PlanEntry, is_small, min_elements_of
 from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
@@ -47,7 +51,8 @@ class Plan:
             tensor. Compressed tensors with one range share messages, except on a ring and between nodes. There, None
             means one range for tensors of up to 131,072 elements, and for those that are never cut. For all others, it
             means one range per rank for every 16 million elements, so that several threads can work on a large tensor.
-        min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do.
+        min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do. None means 1,024
+            elements, or 16 / `ratio` for sparsifiers that keep a `ratio`, if that is more.
         feedback: Residual policy of all compressors: ``"error"``, ``"none"``, ``"momentum"`` or a `MomentumCorrection`.
             None means the default of each compressor. Momentum correction applies to dense tensors too, and compressed
             tensors then travel by all-gather, or by sparse-reduce if asked for.
@@ -66,7 +71,7 @@ class Plan:
         *,
         strategy: str | None = None,
         partitions: int | None = None,
-        min_elements: int = 1_024,
+        min_elements: int | None = None,
         feedback: str | policies.Policy | None = None,
     ) -> None:
         if strategy is not None and strategy not in STRATEGIES:
@@ -77,7 +82,7 @@ class Plan:
             raise _needs_allgather(strategy)
         if partitions is not None and partitions < 1:
             raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave tensors whole.")
-        if min_elements < 0:
+        if min_elements is not None and min_elements < 0:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
             raise OptionError('The plan has no rules. Pass for example {"*": "threelc"}.')
@@ -177,7 +182,7 @@ class Plan:
                 'A rule "auto" has no entries of its own: gradwire.attach chooses them while a DDP module trains. '
                 "Name a compressor here."
             )
-        small = len(spec.shape) <= 1 or spec.numel < self.min_elements
+        small = is_small(spec.shape, self._min_elements(compressor))
         # Dense by choice: the ring fills each link. Dense because they are small: latency counts.
         usual = "ring" if compressor.dense or (compressor.exact and not small) else "scatter_reduce"
         if small and pattern == "*":
@@ -199,6 +204,9 @@ class Plan:
         )
         return self._cut(entry, spec.numel)
 
+    def _min_elements(self, compressor: Compressor) -> int:
+        return min_elements_of(compressor) if self.min_elements is None else self.min_elements
+
     def _cut(self, entry: PlanEntry, numel: int) -> PlanEntry:
         """Return the entry with one range, if none were asked for, and a small or uncut tensor can be fused."""
         is_whole = numel <= WHOLE_ELEMENTS or entry.compressor.requires_full_tensor
@@ -214,16 +222,18 @@ class Plan:
         unused = [pattern for pattern in self.rules if pattern != "*" and pattern not in matched.values()]
         found = [_unused_note(pattern, specs, matched) for pattern in unused]
         given = self.rules.get("*")
-        blanket = given.name if isinstance(given, Compressor) else DENSE_NAME
-        if blanket != DENSE_NAME and all(
-            self.entry(name, spec).compressor.name == "none" for name, spec in specs.items()
+        if (
+            isinstance(given, Compressor)
+            and given.name != DENSE_NAME
+            and all(self.entry(name, spec).compressor.name == "none" for name, spec in specs.items())
         ):
             largest = max(specs, key=lambda name: (len(specs[name].shape) > 1, specs[name].numel))
+            limit = self._min_elements(given)
             found.append(
-                f"{blanket} compresses nothing: all {len(specs)} tensors are vectors or smaller than "
-                f"min_elements={self.min_elements:,}. The largest, {largest!r}, has {specs[largest].numel:,} elements. "
+                f"{given.name} compresses nothing: all {len(specs)} tensors are vectors or smaller than "
+                f"min_elements={limit:,}. The largest, {largest!r}, has {specs[largest].numel:,} elements. "
                 "Pass min_elements=0 to compress all but vectors, or name the tensors: "
-                f'{{"{largest}": "{blanket}", "*": "none"}}.'
+                f'{{"{largest}": "{given.name}", "*": "none"}}.'
             )
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,22 @@ from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT, Chunk, split
 
 MAX_RANGE_ELEMENTS = 1 << 24  # so that several threads can work on a larger share
+MIN_ELEMENTS = 1_024
+MIN_KEPT = 16  # elements of a tensor that a sparsifier sends; with 2, a ResNet lost 4 points (docs/sparsification.md)
+
+
+def min_elements_of(compressor: Compressor) -> int:
+    """Return the size below which tensors stay dense by default.
+
+    It is 1,024 elements, and more for a sparsifier with a `ratio`, which must keep at least 16 of them.
+    """
+    ratio = compressor.options.get("ratio") if compressor.sparse else None
+    return MIN_ELEMENTS if ratio is None else max(MIN_ELEMENTS, math.ceil(MIN_KEPT / ratio))
+
+
+def is_small(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor of this shape stays dense: a vector, or of fewer elements."""
+    return len(shape) <= 1 or math.prod(shape) < min_elements
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,13 @@ from gradwire.core import torch_private
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange
 from gradwire.observe.notices import seldom, tell
-from gradwire.planner import PlanTable, is_small
+from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
 from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.plan import Plan
-from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.plan_entry import PlanEntry, is_small
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
@@ -109,7 +109,7 @@ class Autopilot:
         synchronizer: Synchronizer,
         group: dist.ProcessGroup,
         fidelity: str,
-        min_elements: int,
+        min_elements: int | None,
         settle: Callable[[], None],
         aux: OptimizerSlices | None = None,
         given: Mapping[str, PlanEntry] = MappingProxyType({}),
@@ -363,11 +363,17 @@ class Autopilot:
 
     @property
     def _specs(self) -> list[str]:
-        """Compressors to measure. Where all tensors are small, only casts can apply."""
-        batched = all(is_small(spec.shape, self._min_elements) for spec in self._tensors.values())
+        """Compressors to measure: those that a tensor is large enough for, and the casts of small ones."""
+        shapes = [spec.shape for spec in self._tensors.values()]
         return [
-            method.spec for method in self._methods if not batched or method.spec in (*levels.CASTS, levels.DENSE.spec)
+            method.spec
+            for method in self._methods
+            if method.spec in (*levels.CASTS, levels.DENSE.spec)
+            or not all(is_small(shape, self._min_elements_of(method)) for shape in shapes)
         ]
+
+    def _min_elements_of(self, method: levels.RankedCompressor) -> int:
+        return method.min_elements if self._min_elements is None else self._min_elements
 
     def _tell(self, text: str) -> None:
         if self._synchronizer.rank == 0:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.lang.turns import in_turns
-from gradwire.planner.costs import CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import SHARED, CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.measure_codec import measure_add, measure_codec, measure_task
@@ -148,11 +148,13 @@ class Calibration:
 
     def _slowest(self, codec: CodecCosts) -> CodecCosts:
         measured = {field.name: getattr(codec, field.name) for field in fields(codec)}
-        costs: dict[str, Cost] = {
+        costs: dict[str, Any] = {
             name: _curve(self._sizes, self.largest(_values(cost)))
             for name, cost in measured.items()
             if isinstance(cost, Cost)
         }
+        least = -self.largest(-np.array([measured[name] for name in SHARED]))  # what every rank saves
+        costs |= dict(zip(SHARED, least.tolist()))
         return CodecCosts(**costs, squares=codec.squares)
 
 

@@ -100,7 +100,7 @@ def plan_tables(
     costs: Costs,
     *,
     fidelity: str,
-    min_elements: int = 1_024,
+    min_elements: int | None = None,
     native: Sequence[str] = ("fp32",),
     alone: Sequence[RankedCompressor] = (),
 ) -> list[PlanTable]:

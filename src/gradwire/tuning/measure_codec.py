@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +27,9 @@ from gradwire.core.errors import OptionError
 from gradwire.core.events import EventStream
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels import active as kernels
-from gradwire.kernels.cpu.parallel import one_thread
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.observe.metrics import Metrics
-from gradwire.planner.costs import CodecCosts, Cost, Curve
+from gradwire.planner.costs import CodecCosts, Curve
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals
@@ -42,15 +40,14 @@ from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.run import Run
 from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies import operations_of
+from gradwire.tuning.measure_fusion import measure_shared
+from gradwire.tuning.timing import WARM_UPS, Clock, median_seconds, single_thread
 from gradwire.wire.frame import Header, seal, unpack
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Elements of the measured tensors: from one block to 64 MB, which no cache holds."""
-Clock = Callable[[], float]
 _NUM_MERGED = 4  # payloads per merge; figures are per payload
-_WARM_UPS = 3
-_MIN_REPEATS = 3
-_MAX_REPEATS = 101
+_NUM_RUNS = 3  # of the engine
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------
@@ -67,6 +64,8 @@ def measure_codec(
     clock: Clock = time.thread_time,
 ) -> CodecCosts:
     """Measure encode, decode and merge of a compressor, and its preliminary round and accumulator if it has them.
+
+    What tensors share in a fusion group is measured with the smallest ones.
 
     Args:
         compressor: The compressor, with its options.
@@ -98,9 +97,12 @@ def measure_codec(
             )
             for size in ordered
         ]
-    spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
+        spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
+        shared = measure_shared(
+            compressor, _gradient(ordered[0], gradient), spent, seconds_each, world_size=world_size, clock=clock
+        )
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
-    costs: dict[str, Cost] = {**spent, **nbytes}
+    costs: dict[str, Any] = {**spent, **nbytes, **shared}
     return CodecCosts(**costs, squares=compressor.requires_full_tensor)
 
 
@@ -133,7 +135,7 @@ def _measure_size(
         residuals.rollback()
         policy.encode(source, shared)
 
-    for _ in range(_WARM_UPS):
+    for _ in range(WARM_UPS):
         shared = stats() if compressor.needs_stats else []
         payload = policy.encode(source, shared)
         residuals.commit()
@@ -206,7 +208,7 @@ def measure_task(num_jobs: int = 300) -> float:
 
     Tiny dense tensors travel between two ranks, of which one is an echo.
     """
-    runs = [_run_echo(num_jobs) for _ in range(_MIN_REPEATS)]
+    runs = [_run_echo(num_jobs) for _ in range(_NUM_RUNS)]
     return float(np.median(runs))
 
 
@@ -262,32 +264,3 @@ class _Echo(Transport):
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-# -- timing ------------------------------------------------------------------------------------------------------
-
-
-def median_seconds(call: Callable[[], object], seconds_budget: float, clock: Clock = time.thread_time) -> float:
-    """Return the median time of a call after warm-up, in about `seconds_budget`."""
-    call()
-    first = max(_seconds(call, clock), 1e-9)
-    repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, int(seconds_budget / first)))
-    return max(float(np.median([_seconds(call, clock) for _ in range(repeats)])), 1e-9)
-
-
-def _seconds(call: Callable[[], object], clock: Clock) -> float:
-    start = clock()
-    call()
-    return clock() - start
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Context manager: torch and the kernels of gradwire use only this thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with one_thread():
-            yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,30 @@
+"""Tensors as DDP hands them over."""
+
+import pytest
+
+from gradwire.planner import PlannedTensor, in_buckets
+from gradwire.planner.fidelity import RankedCompressor
+from gradwire.planner.options import options
+from tests.planner.machines import costs
+
+
+@pytest.mark.parametrize(
+    ("bucket_mb", "ready"),
+    [(1, [3, 3, 3, 4, 5]), (4, [3, 3, 3, 5, 5]), (0.25, [1, 2, 3, 4, 5]), (100, [3, 3, 3, 5, 5])],
+)
+def test_tensors_are_ready_with_the_last_one_of_their_bucket(bucket_mb, ready):
+    """The first bucket is full with 1 MiB at most; here of 0.25, 0.5, 1, 2 and 0.5 MiB."""
+    sizes = (1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 17)
+    tensors = [PlannedTensor(f"w{index}", (size,), ready=index) for index, size in enumerate(sizes, start=1)]
+    found = in_buckets(tensors[::-1], bucket_mb * (1 << 20))
+    assert [each.name for each in found] == [each.name for each in tensors]
+    assert [each.ready for each in found] == ready
+
+
+def test_lossless_tensors_share_nothing_with_their_neighbors():
+    """They are not fused (`gradwire.sync.fusion.can_be_fused`)."""
+    weight = PlannedTensor("w", (100, 100))
+    methods = [RankedCompressor(spec, ("allgather",)) for spec in ("lossless", "bit")]
+    alone, among = (options(weight, costs(), methods, (1,), neighbors)[-2:] for neighbors in (1, 8))
+    assert among[0].route.encode == alone[0].route.encode
+    assert among[1].route.encode < alone[1].route.encode
