@@ -10,8 +10,9 @@
 
 A compressed tensor with one partition is fused with its neighbors (`gradwire.sync.fusion`). So the cost model decides
 which are: neighbors share the tasks, frames and calls that they would pay for one by one, but a rank that owns a tensor
-takes longer for it than all ranks for a part each. The dense tensors of a bucket travel in a batch, except for large
-ones in more ranges than one for each rank. A schedule has a batch for all of them, whatever the search has made dense.
+takes longer for it than all ranks for a part each. The dense tensors of a bucket travel in a batch, except for those
+that are faster alone, in fewer or more ranges than one for each rank. A schedule has a batch for all of them, whatever
+the search has made dense.
 
 Guarantees: the plan's predicted step is never longer than the dense one, by gradwire or by the framework's own
 all-reduce. Of plans with the same prediction, the method of higher fidelity wins. The result depends only on the

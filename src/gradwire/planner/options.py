@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -129,7 +128,7 @@ def options(
 ) -> list[Option]:
     """Return all options of a tensor, dense ones first, in the order of `methods`.
 
-    A dense tensor travels in a batch, cut into one range for each rank, or alone in more ranges.
+    A dense tensor travels in a batch, cut into one range for each rank, or alone in fewer or more ranges.
 
     Args:
         tensor: The tensor.
@@ -144,7 +143,7 @@ def options(
         together = route(DENSE.spec, strategy, shares, numel * neighbors, costs, itemsize)
         found.append(Option(DENSE.spec, strategy, shares, together.scaled(1 / neighbors), batched=True))
         counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
-        for count in counts[bisect_right(counts, shares) :]:
+        for count in (count for count in counts if count != shares):
             found.append(
                 Option(DENSE.spec, strategy, count, route(DENSE.spec, strategy, count, numel, costs, itemsize))
             )

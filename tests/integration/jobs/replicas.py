@@ -117,7 +117,8 @@ class LosingAggregator(gw.Aggregator):
     """Connects with these clients."""
 
     def client(self, config: SessionConfig, rank: int, session: int, connection: ConnectionOptions) -> LosingClient:
-        return LosingClient(self.address, config, rank, session=session, connection=connection)
+        (address,) = self.addresses
+        return LosingClient(address, config, rank, session=session, connection=connection)
 
 
 def fill(rank: int, world_size: int) -> dict[str, Any]:
