@@ -115,11 +115,11 @@ _MICRO = (
     ),
     Benchmark(
         "xdp-packets", "How long does the aggregator in the kernel (XDP) take for a packet, against Python's?",
-        "micro.xdp_packets", recorded=False,
+        "micro.xdp_packets",
     ),
     Benchmark(
         "xdp-throughput", "How many contributions a second does it add up over interfaces, against Python's over UDP?",
-        "micro.xdp_throughput", recorded=False,
+        "micro.xdp_throughput",
     ),
     Benchmark(
         "auto-at-rest", "What does `auto` cost while DDP's own all-reduce is the fastest?", "micro.auto_at_rest",
