@@ -27,7 +27,7 @@ from gradwire.aggregator.xdp.system import RunTime, enable_statistics, run_progr
 
 WORKERS, PACKETS, ELEMENTS = 4, 64, 1024
 PORT = 7071
-KEY = bytes(16)
+SECRET = bytes(16)
 WHERE = {"packet_elements": ELEMENTS, "ranks": WORKERS, "rate": "none", "source": "measured"}
 
 
@@ -58,8 +58,8 @@ def in_kernel(guard: str, rounds: int) -> Iterator[float]:
     slots = KernelSlots(config(), guard, PORT)
     slots.begin(1)
     for worker in range(WORKERS):
-        slots.join(worker, (f"10.0.0.{worker}", 5000), KEY, KEY)
-    senders = [ends(guard, KEY, KEY)[0] for _ in range(WORKERS)]
+        slots.join(worker, (f"10.0.0.{worker}", 5000), SECRET, SECRET)
+    senders = [ends(guard, SECRET, SECRET)[0] for _ in range(WORKERS)]
     with enable_statistics():
         for round_ in range(rounds):
             frames = [
