@@ -176,7 +176,9 @@ def aggregators(*shown: str) -> Iterator[Namespace]:
     """A DDP module, and aggregation servers at these addresses for each time that it is attached."""
     with ddp() as names:
         servers: list[subprocess.Popen[str]] = []
-        addresses = ["127.0.0.1:0" for _ in shown]
+        # A server starts again at the port of the one before, which the kernel must not have handed out in between.
+        port = 10_000 + os.getpid() % 20_000
+        addresses = [f"127.0.0.1:{port + index}" for index in range(len(shown))]
 
         def serve() -> None:
             while servers:  # those before end with the job that they have served
