@@ -97,6 +97,7 @@ def test_a_worker_cannot_forge_results_for_the_others(job):
         for stream, (out, future) in enumerate(results):
             assert future.result(WAIT).counts.tolist() == [3] * config.num_packets(stream)
             assert out.tobytes() == jobs.expected(config, 1, stream, slice(None), [0, 1, 2]).tobytes()
+    assert [client.counters.refused for client in clients[:2]] == [2, 2]
 
 
 def test_results_may_be_multicast(job):

@@ -28,12 +28,12 @@ from gradwire.aggregator.xdp.layout import ANSWER, INTERFACE_AT, Layout
 from gradwire.aggregator.xdp.program import (
     ADJUST_TAIL,
     DROP,
-    FIND,
     PASS,
     SLOTS_MAP,
     STREAMS_MAP,
     TURNS_MAP,
     WORKERS_MAP,
+    find,
 )
 
 _STORE = 190
@@ -94,9 +94,4 @@ class _Program:
         return frame
 
     def _find(self, name: str, key: Register | int) -> Register:
-        code = self.code
-        code.store(self._key_room, 0, key, 4)
-        value = code.find(FIND, code.map(name), self._key_room)
-        with code.when(value.equals(0)):
-            code.leave(DROP)
-        return value
+        return find(self.code, self._key_room, name, key, DROP)

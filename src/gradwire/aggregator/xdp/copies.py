@@ -34,6 +34,7 @@ from gradwire.aggregator.xdp.program import (
     SLOTS_MAP,
     STREAMS_MAP,
     WORKERS_MAP,
+    find,
 )
 
 CONTINUE, DROP = -1, 2
@@ -143,9 +144,4 @@ class _Program:
         return frame
 
     def _find(self, name: str, key: Register | int) -> Register:
-        code = self.code
-        code.store(self._key_room, 0, key, 4)
-        value = code.find(FIND, code.map(name), self._key_room)
-        with code.when(value.equals(0)):
-            code.leave(DROP)
-        return value
+        return find(self.code, self._key_room, name, key, DROP)

@@ -57,6 +57,23 @@ SLOTS_MAP, BEGAN_MAP, COUNTERS_MAP, CHECKSUMS_MAP = "slots", "began", "counters"
 DEVICES_MAP, TURNS_MAP = "devices", "turns"
 
 
+def find(code: Assembler, room: Register, name: str, key: Register | int, otherwise: int) -> Register:
+    """Return a pointer to a value of a map. Without one, the program ends with `otherwise`.
+
+    Args:
+        code: The program.
+        room: Room for the key, 4 bytes.
+        name: Name of the map.
+        key: Key.
+        otherwise: What the program returns without a value.
+    """
+    code.store(room, 0, key, 4)
+    value = code.find(FIND, code.map(name), room)
+    with code.when(value.equals(0)):
+        code.leave(otherwise)
+    return value
+
+
 def emit(layout: Layout) -> Assembler:
     """Return the program for a layout."""
     return _Program(layout).code
@@ -269,12 +286,7 @@ class _Program:
 
     def _find(self, name: str, key: Register | int) -> Register:
         """Return a pointer to a value of a map. Without one, the packet passes."""
-        code = self.code
-        code.store(self._key_room, 0, key, 4)
-        value = code.find(FIND, code.map(name), self._key_room)
-        with code.when(value.equals(0)):
-            code.leave(PASS)
-        return value
+        return find(self.code, self._key_room, name, key, PASS)
 
     def _drop_unless(self, holds: Register, counters: Register, otherwise: Counter) -> None:
         with self.code.when(holds.equals(0)):

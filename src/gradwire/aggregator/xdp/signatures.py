@@ -11,7 +11,7 @@ from gradwire.aggregator.xdp.assembler import Assembler
 from gradwire.aggregator.xdp.copies import CONTINUE, DATA_AT, DROP, END_AT, LENGTH_AT, MARK_AT, PULL
 from gradwire.aggregator.xdp.frames import HEADER_BYTES, KEY_BYTES, sign
 from gradwire.aggregator.xdp.layout import MARK, MARK_MASK, Layout
-from gradwire.aggregator.xdp.program import FIND, WORKERS_MAP
+from gradwire.aggregator.xdp.program import WORKERS_MAP, find
 
 
 def emit(layout: Layout) -> Assembler:
@@ -22,10 +22,7 @@ def emit(layout: Layout) -> Assembler:
     with code.when((mark & MARK_MASK).differs(MARK)):
         code.leave(CONTINUE)
     code.store(code.context, MARK_AT, 0, 4)
-    code.store(key_room, 0, mark & 0xFF, 4)
-    record = code.find(FIND, code.map(WORKERS_MAP), key_room)
-    with code.when(record.equals(0)):
-        code.leave(DROP)
+    record = find(code, key_room, WORKERS_MAP, mark & 0xFF, DROP)
     num_bytes = code.load(code.context, LENGTH_AT, 4)
     code.call(PULL, code.context, num_bytes)
     frame = code.load(code.context, DATA_AT, 4).as_pointer()
