@@ -18,6 +18,7 @@ from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import SessionConfig
 from gradwire.net.reconnecting import HEARTBEAT
 from gradwire.wire.frame import FrameFlags
+from tests.parameter_server.processes import run
 from tests.schedules import jobs
 
 WAIT = 30.0
@@ -67,6 +68,11 @@ def aggregation_job() -> Iterator[Job]:
     for server, thread in made.servers:
         server.stop("The test has ended.")  # it may still wait for workers
         thread.join(WAIT)
+
+
+def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
+    """Run a server in a process of its own; see `tests.parameter_server.processes.Process`."""
+    run(pipe, AggregationServer(AggregationOptions(port=port, **options)))
 
 
 def fragments() -> int:

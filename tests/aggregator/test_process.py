@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import signal
 import socket
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,17 +20,10 @@ from gradwire.core.errors import OptionError, PeerLostError, PeerTimeoutError, S
 from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
 from gradwire.wire.frame import FrameKind
-from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
+from tests.aggregator.aggregation_job import SHORT, WAIT, check_round, submit_all
 from tests.net.certificates import Authority
 from tests.net.recorder import until
-from tests.parameter_server.processes import Process, run
 from tests.schedules import jobs
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with aggregation_job() as made:
-        yield made
 
 
 @pytest.mark.parametrize("options", [{}, {"udp": True}, {"udp": True, "drop": 0.1}], ids=["tcp", "udp", "lossy"])
@@ -316,118 +304,6 @@ def test_a_key_is_needed_beyond_loopback_and_datagrams_for_multicast(monkeypatch
     for host in ("10.0.0.1", "a.example", "ff02::1"):
         with pytest.raises(OptionError, match=r"one of 239\.0\.0\.0/8"):
             AggregationServer(AggregationOptions(1, udp=True, multicast=(host, 5000)))
-
-
-# -- processes that are killed ------------------------------------------------------------------------------
-
-
-class Relay:
-    """A connection to a server that can be cut."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._to = address
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._ends: list[socket.socket] = []
-        self.address = self._listener.getsockname()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def cut(self) -> None:
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.close()
-        self.cut()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                pair = self._listener.accept()[0], socket.create_connection(self._to)
-                self._ends += pair
-                for way in (pair, pair[::-1]):
-                    threading.Thread(target=self._pass_on, args=way, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with source:
-            with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    sink.sendall(data)
-            with contextlib.suppress(OSError):
-                sink.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_worker_that_reconnects_before_all_have_joined_is_waited_for(job):
-    patience = 2.0
-    events: queue.SimpleQueue[str] = queue.SimpleQueue()
-    address = job.serve(workers=2, patience=timedelta(seconds=patience), on_event=events.put)
-    relay = Relay(address)
-    job.clients.append(AggregationClient(relay.address, jobs.config(2), 0))
-    threading.Event().wait(1.2 * patience)  # the other has not come for longer than a lost worker is waited for
-    relay.cut()
-    heard = []
-    while heard[-1:] != ["Worker 0: joined"] or len(heard) < 3:
-        heard.append(events.get(timeout=WAIT))
-    job.clients.append(AggregationClient(address, jobs.config(2), 1))
-    check_round(job.clients, 0)
-    relay.close()
-
-
-def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
-    run(pipe, AggregationServer(AggregationOptions(port=port, **options)))
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.ci), signal.SIGTERM])
-@pytest.mark.parametrize("udp", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_restarting_a_killed_or_stopped_server_changes_no_result(job, udp, number):
-    options = {"workers": 2, "udp": udp}
-    first = Process(serve_process, 0, options)
-    port = first.hear("port")
-    clients = job.join(("127.0.0.1", port), jobs.config(2))
-    check_round(clients, 0)
-    half = submit_all(clients[0], 1)  # of a round that the other has not begun
-    first.signal(number)
-    first.process.join()
-    first.end()
-    second = Process(serve_process, port, options)
-    assert second.hear("port") == port
-    rest = submit_all(clients[1], 1)
-    for results in (half, rest):
-        for stream, (out, future) in enumerate(results):
-            counted = np.flatnonzero(future.result(WAIT).counted[0]).tolist()
-            assert out.tobytes() == jobs.expected(clients[0].config, 1, stream, slice(None), counted).tobytes()
-    check_round(clients, 2)
-    for client in clients:
-        client.close()
-    assert second.hear("ended") == ""
-    second.end()
-
-
-def work_process(pipe: Any, port: int) -> None:
-    client = AggregationClient(("127.0.0.1", port), jobs.config(2), 1)
-    pipe.send(("pid", os.getpid()))
-    work(client, range(1 << 30))
-
-
-def work(client: AggregationClient, rounds: range) -> None:
-    for round_ in rounds:
-        for _, future in submit_all(client, round_):
-            future.result(WAIT)
-
-
-def test_a_killed_worker_ends_the_job_with_an_error_that_names_it(job):
-    address = job.serve(workers=2, patience=timedelta(seconds=0.5))
-    worker = Process(work_process, address[1])
-    client = AggregationClient(address, jobs.config(2), 0)
-    job.clients.append(client)
-    worker.hear("pid")
-    work(client, range(10))
-    worker.signal(signal.SIGKILL)
-    with pytest.raises(SyncError, match=r"Workers \[1\] were away for 0.5 s"):
-        work(client, range(10, 1 << 30))
-    worker.end()
-    assert job.end().rank == 1
 
 
 @pytest.mark.parametrize("udp", [False, True])

@@ -26,18 +26,12 @@ from gradwire.net.handshake import GroupMember
 from gradwire.net.keys import job_epoch, job_key
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
-from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round
+from tests.aggregator.aggregation_job import SHORT, WAIT, check_round
 from tests.net.recorder import until
 from tests.net.stranger import Mute, Stranger
 from tests.schedules import jobs
 
 PATIENT = ConnectionOptions(timeout=timedelta(seconds=600))
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with aggregation_job() as made:
-        yield made
 
 
 @pytest.mark.timeout(30)

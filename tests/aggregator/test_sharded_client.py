@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -11,26 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwire.aggregator.options import AggregationOptions
 from gradwire.aggregator.packet import PacketCounters
-from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.session import Operation, SessionConfig, Stream
 from gradwire.aggregator.sharded_client import ShardedClient
 from gradwire.core.errors import OptionError, SyncError
 from gradwire.net.client import ConnectionOptions
 from gradwire.wire.frame import FrameFlags
-from tests.aggregator.aggregation_job import SHORT, WAIT, Job, aggregation_job, check_round, submit_all
-from tests.parameter_server.processes import Process, run
+from tests.aggregator.aggregation_job import SHORT, WAIT, Job, check_round, serve_process, submit_all
+from tests.parameter_server.processes import Process
 from tests.schedules import jobs
 
 Address = tuple[str, int]
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with aggregation_job() as made:
-        yield made
 
 
 def uneven(world_size: int = 3, **options: Any) -> SessionConfig:
@@ -108,10 +99,6 @@ def test_replies_name_the_workers_of_all_packets() -> None:
 
 
 # -- failures -----------------------------------------------------------------------------------------------
-
-
-def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
-    run(pipe, AggregationServer(AggregationOptions(port=port, **options)))
 
 
 def kill(process: Process) -> None:
