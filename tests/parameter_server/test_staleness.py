@@ -67,13 +67,8 @@ def test_what_a_step_dropped_goes_back_although_a_later_push_is_on_its_way():
     job = Job(make_config(((70,),), workers=2, push="threelc", pull="none", staleness=1), seed=2)
     job.start()
     first = [values.clone() for values in job.workers[0].values]
-    for _ in range(3):
-        for worker in job.workers:
-            worker.begin()
-            worker.push(job.grads())
-        job.settle()
+    job.train(3)
     for worker in job.workers:
-        worker.begin()
         worker.push([torch.full((70,), 3e38)])
         worker.push(job.grads())
     job.settle()

@@ -65,12 +65,9 @@ def in_buckets(tensors: Sequence[PlannedTensor], bucket_bytes: float) -> list[Pl
     DDP fills buckets in the order in which gradients are ready, until they have `bucket_bytes`; the first one, until it
     has 1 MiB. A bucket is ready with its last gradient.
     """
-    found, bucket, nbytes, limit = (
-        list[PlannedTensor](),
-        list[PlannedTensor](),
-        0,
-        min(FIRST_BUCKET_BYTES, bucket_bytes),
-    )
+    found: list[PlannedTensor] = []
+    bucket: list[PlannedTensor] = []
+    nbytes, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for tensor in sorted(tensors, key=lambda tensor: tensor.ready):
         bucket.append(tensor)
         nbytes += tensor.nbytes

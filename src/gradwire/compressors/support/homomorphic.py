@@ -92,7 +92,7 @@ class Homomorphic(ArrayCompressor, LookupCompressor):
         """Bits, largest value and hash of the table, and the type of the accumulator.
 
         Raises:
-            OptionError: Sums of so many ranks would be rounded; see the module.
+            OptionError: Sums over all ranks would be rounded; see the module.
         """
         self._check_exact(world_size)
         values, bits = table = self.lookup_table(world_size)

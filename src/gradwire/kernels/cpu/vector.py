@@ -221,11 +221,16 @@ def load(typingctx, array, index, lanes):
     return Vector(array.dtype, lanes.literal_value)(array, index, lanes), codegen
 
 
+def _expect_vector(array, vector):
+    """Raise an error unless the type of a value is that of a vector of the array's elements."""
+    if not isinstance(vector, Vector) or array.dtype != vector.element:
+        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+
+
 @intrinsic
 def store(typingctx, array, index, vector):
     """Write the lanes that lie inside the array. The element types must be equal."""
-    if not isinstance(vector, Vector) or array.dtype != vector.element:
-        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+    _expect_vector(array, vector)
 
     def codegen(context, builder, sig, args):
         emit_store(context, builder, array, args[0], args[1], sig.args[1], args[2])
@@ -237,8 +242,7 @@ def store(typingctx, array, index, vector):
 @intrinsic
 def store_until(typingctx, array, index, end, vector):
     """Write the lanes that lie inside the array and before the element `end`."""
-    if not isinstance(vector, Vector) or array.dtype != vector.element:
-        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+    _expect_vector(array, vector)
 
     def codegen(context, builder, sig, args):
         limit = context.cast(builder, args[2], sig.args[2], types.intp)
@@ -263,8 +267,7 @@ def load_inside(typingctx, array, index, lanes):
 @intrinsic
 def store_inside(typingctx, array, index, vector):
     """`store` if all lanes lie inside the array. Nothing checks this."""
-    if not isinstance(vector, Vector) or array.dtype != vector.element:
-        raise TypingError(f"Expected a vector of {array.dtype}, got {vector}.")
+    _expect_vector(array, vector)
 
     def codegen(context, builder, sig, args):
         pointer, _ = _place(context, builder, array, args[0], args[1], sig.args[1])

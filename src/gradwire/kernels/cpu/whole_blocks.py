@@ -32,9 +32,8 @@ from gradwire.kernels.cpu.vector import f32, i32, load_inside, store_inside, u8,
 from gradwire.kernels.layout import RANDOM32_GROUP, RANDOM_COUNTERS
 
 BLOCK = INDEX_CHUNK
-LANES = (
-    32  # With 16 or 64, encoding takes 1.05 or 1.15 times as long: dependent instructions wait, or registers run out.
-)
+# With 16 or 64, encoding takes 1.05 or 1.15 times as long: dependent instructions wait, or registers run out.
+LANES = 32
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _SIGN = np.uint32(1 << 31)
 _LOW_HALF = np.uint32(0xFFFF)
