@@ -43,7 +43,7 @@ WAITS = {
     ),
     ("net/address.py", "socket.socket(family, kind, protocol)"): "connects a datagram socket, which sends nothing",
     ("net/address.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for an address",
-    ("lab/offload.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",
+    ("lab/plain.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",
     ("lab/napi.py", "ThreadPoolExecutor(1)"): "attaches a program, which the kernel does in the call",
     ("aggregator/xdp/driver.py", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _GENERIC)"): (
         "asks the kernel, which answers in the call"

@@ -1,18 +1,23 @@
 """Contributions a second that THC's aggregator adds up, over real interfaces: in the kernel, and in Python.
 
 Host 0 of the lab serves. Four workers on host 1, in one process, send prepared packets of 1,024 indices, round after
-round, as fast as the results of the round before allow, and receive all results. So a figure holds everything on the
-way: system calls of the workers, 16 datagrams each, both interfaces, checks, sums, and a copy of each result for each
-worker. One of 256 results a round and worker is checked and compared with the sum of its contributions.
+round, as fast as results allow, and receive all results. So a figure holds everything on the way: system calls of the
+workers, 8 datagrams each, both interfaces, checks, sums, and a copy of each result for each worker. One of 256 results
+a round and worker is checked and compared with the sum of its contributions.
 
-The workers keep one core busy. In the kernel, the program runs on their core, since cables (veth) hand packets over in
-the sender's system call; Python's server has the other core for itself.
+Each host has a core of its own. What arrives at an interface is received by its host's core, also in the kernel, as if
+a cable led to another machine. By default it is received on the sender's core, which is how `python` is measured, too:
+it is faster that way.
+
+Workers wait for results once 24 packets are on the way. A cable (veth) holds 256 frames, and loses more. With 64
+packets on the way it did, and a lost frame costs the time until it is sent again.
 """
 # Shapes: W = workers, P = packets of a round
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -41,11 +46,12 @@ PORT = 7071
 MAX_ROUNDS = 400
 REPEAT_SECONDS = 0.5
 MAX_BYTES = 2048
-AT_ONCE = 16
+AT_ONCE, WINDOW = 8, 24  # packets
 TABLE = IndexTable(4, tuple(range(16)), 8)
 CONFIG = SessionConfig(WORKERS, (TABLE,), (Stream(Operation.SUM, PACKETS * ELEMENTS),), ELEMENTS, mtu=1500)
 CASES = {
     "python": ("--udp",),
+    "python_own_core": ("--udp",),
     **{
         f"{mode}_{guard}": ("--xdp", "eth0", "--xdp-mode", mode, *(["--trust-network"] if guard == "crc32c" else []))
         for mode, guard in product(MODES, sorted(GUARDS))
@@ -86,6 +92,8 @@ class PreparedWorker(AggregationClient):
         `missing`, bool[P], are the packets whose results have not come.
         """
         count = self._arrived.receive()
+        if not count:
+            return
         rows = self._arrived.data[:count]
         of_round = _numbers(rows, _ROUND) == round_
         results = np.flatnonzero((rows[:, _KIND.offset] == PacketKind.RESULT) & of_round)
@@ -104,19 +112,26 @@ class PreparedWorker(AggregationClient):
 
 def turn(workers: list[PreparedWorker], round_: int, expected: np.ndarray) -> int:
     """Send all packets of a round, and wait for all results. Returns how many contributions were sent again."""
-    missing = [np.ones(PACKETS, bool) for _ in workers]
+    missing, repeated = np.ones((len(workers), PACKETS), bool), 0
     for first in range(0, PACKETS, AT_ONCE):
+        repeated += wait(workers, round_, expected, missing, max(0, first + AT_ONCE - WINDOW))
         for worker in workers:
             worker.contributions.send(first, AT_ONCE)
-        for worker, lacks in zip(workers, missing):
-            worker.take(round_, lacks, expected)
+    return repeated + wait(workers, round_, expected, missing, PACKETS)
+
+
+def wait(workers: list[PreparedWorker], round_: int, expected: np.ndarray, missing: np.ndarray, first: int) -> int:
+    """Take results until none of the first packets is missing. Returns how many contributions were sent again.
+
+    `missing` is bool[W, P].
+    """
     sent, repeated = time.monotonic(), 0
-    while any(lacks.any() for lacks in missing):
+    while missing[:, :first].any():
         for worker, lacks in zip(workers, missing):
             worker.take(round_, lacks, expected)
         if time.monotonic() - sent > REPEAT_SECONDS:
             sent = time.monotonic()
-            lost = np.flatnonzero(np.any(missing, axis=0))
+            lost = np.flatnonzero(missing[:, :first].any(axis=0))
             repeated += len(lost) * len(workers)
             for worker in workers:
                 worker.prepare(round_)  # with new numbers
@@ -152,20 +167,39 @@ def work(address: str, seconds: float) -> dict[str, float]:
     return {"rate": sent * len(times) / sum(times), "fastest": sent / min(times), "repeated": repeated / len(times)}
 
 
+def receive_on(lab: Lab, host: int, core: int) -> None:
+    """Let a core process what arrives at a host's interface (receive packet steering)."""
+    mask, queue = f"{1 << core:x}", "/sys/class/net/eth0/queues/rx-0/rps_cpus"
+    command = f"mount -t sysfs sysfs /sys && echo {mask} > {queue}"  # a namespace's own interfaces need its own /sys
+    if lab.popen(["unshare", "--mount", "sh", "-c", command], host).wait(60):
+        raise RuntimeError(f"The kernel does not let core {core} receive for host {host}.")
+
+
 def measure(case: str, seconds: float) -> dict[str, float]:
     """One case, in a lab of its own."""
     key = {"GRADWIRE_JOB_KEY": secrets.token_hex(32)}
+    workers_core, servers_core = sorted(os.sched_getaffinity(0))[:2]
+
+    def start(command: list[str], host: int, core: int) -> subprocess.Popen[bytes]:
+        def keep_to_core() -> None:
+            os.sched_setaffinity(0, {core})
+
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if host == 0 else {"stdout": subprocess.PIPE}
+        return lab.popen(command, host, env=key, text=True, preexec_fn=keep_to_core, **output)
+
     with Lab(2) as lab:
         if case != "python":
+            receive_on(lab, 0, servers_core)
+        if not case.startswith("python"):
             lab.receive_by_napi(0)
         serve = [sys.executable, "-m", "gradwire.cli", "serve", "--aggregate", "--workers", str(WORKERS)]
         serve += ["--host", lab.addresses[0], "--port", str(PORT), *CASES[case]]
-        server = lab.popen(serve, 0, env=key, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        server = start(serve, 0, servers_core)
         line = server.stdout.readline() if server.stdout else ""
         if not line.startswith("Serving"):
             raise RuntimeError(line + server.communicate(timeout=60)[0])
         command = [sys.executable, "-m", "benchmarks.micro.xdp_throughput", lab.addresses[0], str(seconds)]
-        workers = lab.popen(command, 1, env=key, stdout=subprocess.PIPE, text=True)
+        workers = start(command, 1, workers_core)
         said = workers.communicate(timeout=60 + 10 * seconds)[0]
         if workers.returncode:
             server.terminate()
@@ -181,6 +215,8 @@ def run(
     only: Annotated[list[str] | None, typer.Option(help="Cases to measure; all by default.")] = None,
 ) -> Iterator[dict[str, Any]]:
     """Contributions a second of all cases, in turns."""
+    if len(os.sched_getaffinity(0)) < 2:
+        raise SystemExit("Two cores are needed: one for the workers, one for the server.")
     for turn, case in product(range(turns), only or CASES):
         found = measure(case, seconds)
         where = {

@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_a_transfer_longer_than_the_bucket_is_shaped():
 def test_congestion_control_is_not_that_of_the_machine():
     with Lab(2, "100mbit") as lab:
         assert printed(lab.run([*TRAFFIC, "bytes", "1000"], timeout=20))["congestion_control"] == "cubic"
+
+
+@pytest.mark.root
+def test_bridged_frames_pass_no_packet_filters():
+    with Lab(1) as lab:
+        filters = list(Path("/proc/sys/net/bridge").glob("bridge-nf-call-*"))
+        if not filters:
+            pytest.skip("this machine does not filter bridged frames (the module br_netfilter is not loaded)")
+        found = lab._namespaces.tool(None, ["cat", *map(str, filters)])
+    assert found.split() == ["0"] * len(filters)
 
 
 @pytest.mark.root

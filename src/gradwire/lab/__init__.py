@@ -2,7 +2,7 @@
 
 - `lab`: the public class. `rights`: what it needs from the system. `units`: rates, losses and delays as text.
 - `keeper`, `namespaces`: the process that holds the namespaces, and the lab's end of it.
-- `network`, `offload`, `counters`: bridge and shaped cables, frames of their real size, counts of bytes.
+- `network`, `plain`, `counters`: bridge and shaped cables, frames of their real size, counts of bytes.
 - `runner`, `results`, `errors`: runs commands on hosts; exit codes, output and traffic; the lab's error.
 """
 

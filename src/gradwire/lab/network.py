@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gradwire.aggregator.xdp.system import Descriptor
 
 INTERFACE = "eth0"
-_OFFLOAD_SCRIPT = str(Path(__file__).with_name("offload.py"))
+_PLAIN_SCRIPT = str(Path(__file__).with_name("plain.py"))
 _FRAME_BYTES = 1514
 _BURST_SECONDS = 0.001
 _MIN_BURST_BYTES = 3 * _FRAME_BYTES
@@ -146,7 +146,7 @@ class Network:
         hosts = range(self._num_hosts)
         tool = self._namespaces.tool
         tool(None, ["ip", "-batch", "-"], "\n".join(self._bridge_script()))
-        tool(None, [sys.executable, "-I", "-S", _OFFLOAD_SCRIPT, *(f"host{host}" for host in hosts)])
+        tool(None, [sys.executable, "-I", "-S", _PLAIN_SCRIPT, *(f"host{host}" for host in hosts)])
         moves = [f"link set host{host} name {INTERFACE} netns {self._namespaces.path(host)}" for host in hosts]
         tool(None, ["ip", "-batch", "-"], "\n".join(moves))
         fdb = [f"fdb add {_hardware_address(host)} dev port{host} master static" for host in hosts]
