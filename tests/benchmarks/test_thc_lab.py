@@ -41,6 +41,7 @@ def rows(part: str, method: str, metric: str, rate: str, *values: float) -> list
             "rate": rate,
             "value": value,
             "step": 10 * (at + 1),
+            "seed": 0,
         }
         for at, value in enumerate(values)
     ]
@@ -54,10 +55,20 @@ def test_time_to_accuracy_is_steps_to_the_goal_times_a_step() -> None:
         *rows("learn", "terngrad", "validation_accuracy", "none", 0.1, 0.2, 0.3),
         *rows("steps", ddp, "step", "1gbit", 0.4), *rows("steps", thc, "step", "1gbit", 0.2),
     ]  # fmt: skip
-    assert [thc_lab.steps_to(known, method, 0.97) for method in (ddp, thc, "terngrad")] == [30, 20, None]
+    assert [thc_lab.steps_to_goal(known, method) for method in (ddp, thc, "terngrad")] == [[30], [20], [None]]
     lines = thc_lab.table_of(known, "1gbit").splitlines()
     assert lines[2].endswith("| 400 | 30 | 12.0 |") and lines[3].endswith("| 200 | 20 | 4.0 |")
-    assert lines[4].endswith("| – | – | – |")
+    assert lines[4].endswith("| – | 0 of 1 get there | – |")
+
+
+def test_the_goal_is_that_of_ddp_with_the_same_seed_after_the_goals_step() -> None:
+    steps = thc_lab.GOAL_STEP // 10
+    ddp = rows("learn", "ddp-fp32", "validation_accuracy", "none", *[0.1] * (steps - 1), 1.0, 2.0)
+    other = [{**row, "seed": 1, "value": 10 * float(str(row["value"]))} for row in ddp]
+    thc = rows("learn", "thc@server", "validation_accuracy", "none", 0.5, 0.97)
+    known = [*ddp, *other, *thc, *({**row, "seed": 1} for row in thc)]
+    assert thc_lab.steps_to_goal(known, "thc@server") == [20, None]
+    assert thc_lab.table_of_learning(known).splitlines()[3].startswith("| gradwire thc, server | 20, – | 97.0 |")
 
 
 def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:

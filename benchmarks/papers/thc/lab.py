@@ -5,7 +5,11 @@ Four ranks and the aggregator have a host each, with links of 100 Mb/s or 1 Gb/s
     rounds   all gradients of a model at once, and nothing else: seconds in the worker's codec, in the server's, and the
              rest, which is the wire and waiting; and the bytes of a rank's interface in both directions
     steps    a recorded backward pass replayed as waits, while gradients are synchronized
-    learn    a real training on links as they are, with validations. Together with step times: time to accuracy
+    learn    real trainings on links as they are, with validations. Together with step times: time to accuracy
+
+The goal of a training is 97 % of the accuracy that DDP with the same seed has after 120 steps. All train for twice as
+many steps. QSGD sends fewer bytes than THC with 4 bits, and more with 8 (`benchmarks.papers.thc.scale` has the same
+bytes).
 
 Without a stand-alone server, ranks serve each other, and the server's share is what they merge. With the aggregator it
 is that of its process, on a processor that all hosts share.
@@ -22,14 +26,18 @@ import secrets
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import ranks as processes
-from benchmarks.options import Rates, Seconds, choose, listed
+from benchmarks.intervals import interval
+from benchmarks.keys import key_of
+from benchmarks.options import Rates, Seconds, Seeds, choose, listed
 from benchmarks.papers.thc.lab_ends import BUCKET_MB, PORT
 from gradwire.bench.job import BenchmarkJob, Message, Progress, Segment
 from gradwire.bench.launch import ServerProcess, launch
@@ -40,10 +48,13 @@ from gradwire.bench.workloads import make_workload
 
 RANKS = 4
 RATES = ("100mbit", "1gbit")
-METHODS = (DDP_FP32, "thc@server", "thc@scatter_reduce", "topk:ratio=0.1", "dgc:ratio=0.1/momentum", "terngrad")
+METHODS = (
+    DDP_FP32, "thc@server", "thc@scatter_reduce", "topk:ratio=0.1", "dgc:ratio=0.1/momentum", "qsgd:bits=4",
+    "qsgd:bits=8", "terngrad",
+)  # fmt: skip
 PARTS = ("rounds", "steps", "learn")
-GOAL = 0.97  # of DDP's last accuracy
-KEY, CHOICES = ("part", "method", "rate"), ("parts", "rates", "methods")
+GOAL, GOAL_STEP = 0.97, 120  # of DDP's accuracy after these steps
+KEY, CHOICES = ("part", "method", "rate", "seed"), ("parts", "rates", "methods", "seeds")
 Row = dict[str, Any]
 
 
@@ -157,17 +168,17 @@ def measure_steps(asked: Asked) -> Iterator[Row]:
             yield {**here, "metric": "step_without_communication", "unit": "s", "value": time.compute}
 
 
-def measure_learning(asked: Asked) -> Iterator[Row]:
+def measure_learning(asked: Asked, seed: int) -> Iterator[Row]:
     """Measure accuracy during a training."""
     options = TrainingOptions(
         workload=asked.workload, methods=tuple(asked.methods), ranks=RANKS, rates=(None,), steps=asked.steps,
-        validate_every=asked.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), lab=False,
+        validate_every=asked.every, timed_seconds=0.1, buckets_mb=(BUCKET_MB,), seed=seed, lab=False,
         deadline_seconds=asked.deadline,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         result = train(options, server=server_process(folder, asked, served(asked.methods)))
     for entry in result.results:
-        here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters}
+        here = {"part": "learn", "method": entry.method, "rate": "none", "size": result.num_parameters, "seed": seed}
         for step, loss, accuracy in entry.validations:
             yield {**here, "metric": "validation_loss", "unit": "nats", "value": loss, "step": step}
             yield {**here, "metric": "validation_accuracy", "unit": "fraction", "value": accuracy, "step": step}
@@ -176,16 +187,29 @@ def measure_learning(asked: Asked) -> Iterator[Row]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def find(rows: Sequence[Row], metric: str, method: str, rate: str = "none") -> list[Row]:
+def find(rows: Sequence[Row], metric: str, method: str, rate: str) -> list[Row]:
     """The figures of one metric."""
     wanted = {"metric": metric, "method": method, "rate": rate}
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
-def steps_to(rows: Sequence[Row], method: str, goal: float) -> int | None:
-    """First validated step with at least this accuracy, or None."""
-    reached = (int(row["step"]) for row in find(rows, "validation_accuracy", method) if row["value"] >= goal)
-    return min(reached, default=None)
+def accuracies(rows: Sequence[Row], method: str) -> dict[int, dict[int, float]]:
+    """Accuracies by step, of each seed."""
+    found: dict[int, dict[int, float]] = {}
+    for row in find(rows, "validation_accuracy", method, "none"):
+        found.setdefault(int(row["seed"]), {})[int(row["step"])] = float(row["value"])
+    return found
+
+
+def steps_to_goal(rows: Sequence[Row], method: str) -> list[int | None]:
+    """First validated step that reaches the goal, by seed; None where none does."""
+    base = accuracies(rows, DDP_FP32)
+    goals = {seed: GOAL * known[min(GOAL_STEP, max(known))] for seed, known in base.items()}
+    return [
+        min((step for step, value in known.items() if value >= goals[seed]), default=None)
+        for seed, known in accuracies(rows, method).items()
+        if seed in goals
+    ]
 
 
 def table_of(rows: Sequence[Row], rate: str) -> str:
@@ -194,18 +218,37 @@ def table_of(rows: Sequence[Row], rate: str) -> str:
         "| method | round, ms | worker | server | wire | there, B | back, B | step, ms | steps to goal | s to goal |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = find(rows, "validation_accuracy", DDP_FP32)
-    goal = GOAL * float(base[-1]["value"]) if base else None
-    for method in sorted(dict.fromkeys(row["method"] for row in rows), key=_place):
+    for method in _methods(rows):
         cells = [_cell(rows, metric, method, rate, 1e3, "{:.1f}") for metric in
                  ("round", "round_worker", "round_server", "round_wire")]  # fmt: skip
         cells += [_cell(rows, f"bytes_{way}_an_element", method, rate, 1, "{:.2f}") for way in ("there", "back")]
         cells.append(_cell(rows, "step", method, rate, 1e3, "{:.0f}"))
-        count, step = None if goal is None else steps_to(rows, method, goal), find(rows, "step", method, rate)
-        cells.append("–" if count is None else str(count))
-        cells.append("–" if count is None or not step else f"{count * float(step[0]['value']):.1f}")
+        counts, step = steps_to_goal(rows, method), find(rows, "step", method, rate)
+        reached = [count for count in counts if count is not None]
+        everywhere = bool(reached) and len(reached) == len(counts)
+        steps = f"{statistics.fmean(reached):.0f}" if everywhere else f"{len(reached)} of {len(counts)} get there"
+        cells.append(steps if counts else "–")
+        cells.append(f"{statistics.fmean(reached) * float(step[0]['value']):.1f}" if everywhere and step else "–")
         lines.append(f"| {label(method)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def table_of_learning(rows: Sequence[Row]) -> str:
+    """Markdown table of steps to the goal of all seeds, and of the last accuracy."""
+    lines = ["| method | steps to goal, by seed | accuracy at the end, % | minus DDP's, points |", "|---|---|---|---|"]
+    base = {seed: known[max(known)] for seed, known in accuracies(rows, DDP_FP32).items()}
+    for method in _methods(rows):
+        last = {seed: known[max(known)] for seed, known in accuracies(rows, method).items()}
+        if last:
+            steps = ", ".join("–" if count is None else str(count) for count in steps_to_goal(rows, method))
+            mean, half = interval([100 * (last[seed] - base[seed]) for seed in last.keys() & base.keys()])
+            cells = label(method), steps, f"{100 * statistics.fmean(last.values()):.1f}", f"{mean:+.1f} ± {half:.1f}"
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    return sorted(dict.fromkeys(row["method"] for row in rows), key=_place)
 
 
 def _cell(rows: Sequence[Row], metric: str, method: str, rate: str, factor: float, form: str) -> str:
@@ -218,9 +261,9 @@ def _place(method: str) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Tables of the figures at each rate."""
+    """Tables of the figures at each rate, and of what was learned."""
     rates = sorted({row["rate"] for row in rows} - {"none"})
-    return "\n\n".join(f"{rate}\n{table_of(rows, rate)}" for rate in rates)
+    return "\n\n".join([*(f"{rate}\n{table_of(rows, rate)}" for rate in rates), table_of_learning(rows)])
 
 
 def run(
@@ -229,16 +272,27 @@ def run(
     methods: Annotated[str, typer.Option(help="Methods, as `gradwire bench training` takes them.")] = "",
     workload: Annotated[str, typer.Option(help="What the ranks train.")] = "text",
     seconds: Seconds = 4.0,
-    steps: Annotated[int, typer.Option(help="Steps of the training.")] = 120,
+    seeds: Seeds = 3,
+    steps: Annotated[int, typer.Option(help="Steps of a training.")] = 2 * GOAL_STEP,
     every: Annotated[int, typer.Option(help="Steps after which it is validated.")] = 8,
     deadline: Annotated[float, typer.Option(help="Seconds after which a part fails.")] = 1200.0,
     loopback: Annotated[bool, typer.Option("--loopback", help="Without the lab: to see that it runs.")] = False,
-) -> Iterator[Row]:
-    """Run all parts."""
+    *,
+    done: AbstractSet[tuple[str, ...]] = frozenset(),
+) -> Iterator[list[Row]]:
+    """Run all parts. Rounds and steps of a method are measured together at all rates, and trainings one by one."""
     asked = Asked(
         listed(rates, RATES), listed(methods, METHODS), workload, seconds, steps, every, deadline, loopback
     )  # fmt: skip
-    measures = dict(zip(PARTS, (measure_rounds, measure_steps, measure_learning)))
-    for part in choose(parts, PARTS):
-        for row in measures[part](asked):
-            yield {"ranks": RANKS, "dtype": "float32", "source": "measured", **row}
+    fixed = {"ranks": RANKS, "dtype": "float32", "source": "measured"}
+    chosen = choose(parts, PARTS)
+    for part, measure in (("rounds", measure_rounds), ("steps", measure_steps)):
+        keys = {method: {(part, method, rate, "") for rate in asked.rates} for method in asked.methods}
+        left = [method for method in asked.methods if part in chosen and not keys[method] <= done]
+        if left:
+            yield [{**fixed, **row} for row in measure(replace(asked, methods=left))]
+    for seed, method in product(range(seeds), asked.methods):
+        key = key_of({"part": "learn", "method": method, "rate": "none", "seed": seed}, KEY)
+        if "learn" in chosen and key not in done:
+            print(f"training with {label(method)}, seed {seed}", flush=True)
+            yield [{**fixed, **row} for row in measure_learning(replace(asked, methods=[method]), seed)]
