@@ -45,6 +45,7 @@ WINDOW_BYTES = 2 << 20
 _BATCH = 64
 _TURN_SECONDS = 0.25
 _GOODBYE_SECONDS = 2.0
+_Finished = tuple[Future[Reply], Reply]
 
 
 class AggregationClient(Client):
@@ -190,7 +191,10 @@ class AggregationClient(Client):
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.PACKET:
-            self._take(body)
+            with self._changed:
+                finished = self._take(body)
+                self._send_due()
+            _complete(finished)
         elif welcome := self._read_welcome(AggregatorWelcome.from_bytes, body):
             self._enter(welcome)
 
@@ -286,40 +290,37 @@ class AggregationClient(Client):
         self._selector.select(wait)
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        for source, receiver in zip(self._sources, self._receivers):  # the group, if any, is the second
-            for _, datagram in source.receive(_BATCH):
-                packet = receiver.open(datagram)
-                if packet is not None:
-                    with contextlib.suppress(FrameError):  # counted
-                        self._take(packet, from_group=source is not self._datagrams)
-        with self._changed:
-            finished = self._finish(self._worker.fill(time.monotonic()))
+        finished: list[_Finished] = []
+        with self._changed:  # once for all that has arrived, like the timers
+            for source, receiver in zip(self._sources, self._receivers):  # the group, if any, is the second
+                for _, datagram in source.receive(_BATCH):
+                    packet = receiver.open(datagram)
+                    if packet is not None:
+                        with contextlib.suppress(FrameError):  # counted
+                            finished += self._take(packet, from_group=source is not self._datagrams)
+            finished += self._finish(self._worker.fill(time.monotonic()))
             self._send_due()
             self._check_lost("aggregation")
-        for future, reply in finished:
-            future.set_result(reply)
+        _complete(finished)
 
-    # -- packets ---------------------------------------------------------------------------------------------
+    # -- packets, with the lock ----------------------------------------------------------------------------------
 
-    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> None:
-        with self._changed:
-            if self._error is not None:
-                return
-            try:
-                done, packets = self._worker.receive(datagram, time.monotonic(), from_group=from_group)
-            except SyncError as error:
-                self._fail(error)
-                return
-            for packet in packets:
-                self._send(packet)
-            finished = self._finish(done)
-            self._num_losses = 0 if done else self._num_losses
-            self._send_due()
-        for future, reply in finished:
-            future.set_result(reply)
+    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> list[_Finished]:
+        """Take a packet, send what it asks for, and return what it completes."""
+        if self._error is not None:
+            return []
+        try:
+            done, packets = self._worker.receive(datagram, time.monotonic(), from_group=from_group)
+        except SyncError as error:
+            self._fail(error)
+            return []
+        for packet in packets:
+            self._send(packet)
+        self._num_losses = 0 if done else self._num_losses
+        return self._finish(done)
 
-    def _finish(self, done: list[AggregationRequest]) -> list[tuple[Future[Reply], Reply]]:
-        """Return the futures to complete, without the lock, with their results."""
+    def _finish(self, done: list[AggregationRequest]) -> list[_Finished]:
+        """Return the futures to complete with their results."""
         return [(self._futures.pop(request), request.reply()) for request in done]
 
     def _send_due(self) -> None:
@@ -347,3 +348,9 @@ class AggregationClient(Client):
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed
             self._wake_out.send(b"\0")
+
+
+def _complete(finished: list[_Finished]) -> None:
+    """Complete futures, without the lock: callbacks may submit."""
+    for future, reply in finished:
+        future.set_result(reply)

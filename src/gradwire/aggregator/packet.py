@@ -234,6 +234,6 @@ def bitmap_bytes(world_size: int) -> int:
     return -(-world_size // _WORD_BITS) * (_WORD_BITS // 8)
 
 
-def workers_of(bitmap: np.ndarray, world_size: int) -> np.ndarray:
-    """Return which workers a bitmap contains: bool[W]."""
-    return np.unpackbits(bitmap, count=world_size, bitorder="little").astype(bool)
+def workers_of(bitmaps: np.ndarray, world_size: int) -> np.ndarray:
+    """Return which workers bitmaps contain, bool[..., W]. Bitmaps are uint8[..., B]."""
+    return np.unpackbits(bitmaps, axis=-1, count=world_size, bitorder="little").astype(bool)

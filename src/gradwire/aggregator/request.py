@@ -117,7 +117,7 @@ class AggregationRequest:
         self._bitmap_bytes = bitmap_bytes(config.world_size)
         self._answered = bytearray(self.num_packets)
         self._counts = np.zeros(self.num_packets, np.int64)
-        self._counted = np.zeros((self.num_packets, config.world_size), bool)
+        self._counted = np.zeros((self.num_packets, self._bitmap_bytes), np.uint8)  # bitmaps of workers
         self._filled = np.zeros(self.num_packets, bool)
         self._all_flags = 0
 
@@ -143,7 +143,7 @@ class AggregationRequest:
         out = self._place(packet)
         out[:] = np.frombuffer(result.body[self._bitmap_bytes :], out.dtype)
         self._counts[packet] = result.num_added
-        self._counted[packet] = workers_of(result.body[: self._bitmap_bytes], self._world_size)
+        self._counted[packet] = result.body[: self._bitmap_bytes]
         self._all_flags |= result.flags
         self._answer(packet)
 
@@ -163,7 +163,8 @@ class AggregationRequest:
     def reply(self) -> Reply:
         """Return who is in the result, once it is complete."""
         assert not self.num_missing, "some packets have no result"
-        return Reply(self._counts, self._counted, FrameFlags(self._all_flags), self._elements, self._filled)
+        counted = workers_of(self._counted, self._world_size)
+        return Reply(self._counts, counted, FrameFlags(self._all_flags), self._elements, self._filled)
 
 
 def checked_body(config: SessionConfig, stream: int, payload: np.ndarray | None, out: np.ndarray) -> np.ndarray | None:
