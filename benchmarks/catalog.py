@@ -257,7 +257,7 @@ _THC = (
     Benchmark(
         "thc-servers",
         "... with results by multicast, sums in the kernel (XDP), and a server's link as wide as all others together?",
-        "papers.thc.lab_servers", recorded=False,
+        "papers.thc.lab_servers",
     ),
     Benchmark(
         "thc-simulated",
