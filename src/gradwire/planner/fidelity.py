@@ -64,7 +64,7 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
     ),
     # Unbiased with small variance (int8: +0.0 %), or biased with a residual and a contraction that does not depend on
     # the tensor's size: threelc with s = 1 (+0.4 %), onebit (+0.3 %). thc holds back only what it clips, 1/32 of the
-    # coordinates (+0.0 % after 120 steps, benchmarks/results/thc-lab.csv).
+    # coordinates (+0.0 % after 240 steps, benchmarks/results/thc-lab.csv).
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
         RankedCompressor("int8shared", EVERYWHERE),  # integers: a ring only adds them
