@@ -106,11 +106,12 @@ def absent(rank: int, world_size: int) -> str:
 class LosingClient(AggregationClient):
     """A client of a network that never brings rank 1 some of the sums, and loses other datagrams."""
 
-    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> None:
+    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> list[Any]:
         packet = unpack(datagram)
         gone = (packet.key.round + packet.key.packet) % 3 == 0 and self.config.fills(packet.key.stream)
-        if self.rank != 1 or packet.kind is not PacketKind.RESULT or not gone:
-            super()._take(datagram, from_group=from_group)
+        if self.rank == 1 and packet.kind is PacketKind.RESULT and gone:
+            return []
+        return super()._take(datagram, from_group=from_group)
 
 
 class LosingAggregator(gw.Aggregator):
