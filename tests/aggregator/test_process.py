@@ -45,6 +45,32 @@ def test_packets_do_not_wait_for_the_lock_of_joins(job, udp):
             check_round(clients, round_)
 
 
+class Breaking(AggregationClient):
+    """A client whose thread fails right after a result has come."""
+
+    has_come = False
+
+    def _take(self, datagram: np.ndarray | memoryview, *, from_group: bool = False) -> list[Any]:
+        finished = super()._take(datagram, from_group=from_group)
+        self.has_come |= bool(finished)
+        return finished
+
+    def _send_due(self) -> None:
+        if self.has_come:
+            raise RuntimeError("this thread fails")
+        super()._send_due()
+
+
+def test_results_that_have_come_are_told_although_the_thread_then_fails(job):
+    client = Breaking(job.serve(workers=1, udp=True), jobs.config(1), 0)
+    job.clients.append(client)
+    with client._changed:  # nothing comes before all is submitted
+        results = submit_all(client, 0)
+    errors = [future.exception(WAIT) for _, future in results]
+    assert None in errors
+    assert all("this thread fails" in str(error) for error in errors if error is not None)
+
+
 def test_a_packet_over_tcp_is_refused_if_packets_are_datagrams(job):
     """The thread that reads datagrams owns the sums alone."""
     clients = job.join(job.serve(udp=True), jobs.config())

@@ -71,6 +71,12 @@ def test_the_goal_is_that_of_ddp_with_the_same_seed_after_the_goals_step() -> No
     assert thc_lab.table_of_learning(known).splitlines()[3].startswith("| gradwire thc, server | 20, – | 97.0 |")
 
 
+def test_a_goal_between_two_validations_is_that_of_the_one_before() -> None:
+    ddp = rows("learn", "ddp-fp32", "validation_accuracy", "none", 0.5, 1.0, 3.0)
+    known = [{**row, "step": 50 * (at + 1)} for at, row in enumerate(ddp)]
+    assert thc_lab.steps_to_goal(known, "ddp-fp32") == [100]
+
+
 def test_what_is_measured_again_takes_the_place_of_the_earlier() -> None:
     old = [*rows("rounds", "thc@server", "round", "1gbit", 1.0), *rows("steps", "thc@server", "step", "1gbit", 2.0)]
     new = rows("rounds", "thc@server", "round", "1gbit", 3.0) + rows("rounds", "ddp-fp32", "round", "1gbit", 4.0)

@@ -204,7 +204,10 @@ def accuracies(rows: Sequence[Row], method: str) -> dict[int, dict[int, float]]:
 def steps_to_goal(rows: Sequence[Row], method: str) -> list[int | None]:
     """First validated step that reaches the goal, by seed; None where none does."""
     base = accuracies(rows, DDP_FP32)
-    goals = {seed: GOAL * known[min(GOAL_STEP, max(known))] for seed, known in base.items()}
+    goals = {
+        seed: GOAL * known[max((step for step in known if step <= GOAL_STEP), default=min(known))]
+        for seed, known in base.items()
+    }
     return [
         min((step for step, value in known.items() if value >= goals[seed]), default=None)
         for seed, known in accuracies(rows, method).items()

@@ -19,6 +19,7 @@ import selectors
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -191,10 +192,9 @@ class AggregationClient(Client):
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         if header.kind is FrameKind.PACKET:
-            with self._changed:
-                finished = self._take(body)
+            with self._completing() as finished:
+                finished += self._take(body)
                 self._send_due()
-            _complete(finished)
         elif welcome := self._read_welcome(AggregatorWelcome.from_bytes, body):
             self._enter(welcome)
 
@@ -290,8 +290,7 @@ class AggregationClient(Client):
         self._selector.select(wait)
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        finished: list[_Finished] = []
-        with self._changed:  # once for all that has arrived, like the timers
+        with self._completing() as finished:  # once for all that has arrived, like the timers
             for source, receiver in zip(self._sources, self._receivers):  # the group, if any, is the second
                 for _, datagram in source.receive(_BATCH):
                     packet = receiver.open(datagram)
@@ -301,7 +300,17 @@ class AggregationClient(Client):
             finished += self._finish(self._worker.fill(time.monotonic()))
             self._send_due()
             self._check_lost("aggregation")
-        _complete(finished)
+
+    @contextlib.contextmanager
+    def _completing(self) -> Iterator[list[_Finished]]:
+        """Hold the lock, and complete the futures in the list after it: callbacks may submit. Also after an error."""
+        finished: list[_Finished] = []
+        try:
+            with self._changed:
+                yield finished
+        finally:
+            for future, reply in finished:
+                future.set_result(reply)
 
     # -- packets, with the lock ----------------------------------------------------------------------------------
 
@@ -348,9 +357,3 @@ class AggregationClient(Client):
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed
             self._wake_out.send(b"\0")
-
-
-def _complete(finished: list[_Finished]) -> None:
-    """Complete futures, without the lock: callbacks may submit."""
-    for future, reply in finished:
-        future.set_result(reply)
