@@ -44,6 +44,9 @@ def run(context: typer.Context, name: Name) -> None:
     """Run a benchmark, and write its record. `run NAME --help` lists its options."""
     benchmark = _find(name)
     if not benchmark.module:
+        kept = "--csv" in benchmark.stands_for and not any(each.startswith("--csv") for each in context.args)
+        if kept and context.args and "--help" not in context.args:
+            raise typer.BadParameter(f"The record of {name} has the default options. Pass --csv FILE beside others.")
         raise typer.Exit(subprocess.run([*shlex.split(benchmark.stands_for), *context.args], check=False).returncode)
     from benchmarks import runner
 
@@ -63,7 +66,9 @@ def show(
     from gradwire.bench.records import read_figures
 
     found = [_find(name) for name in names]
-    if len({each.module for each in found}) > 1 or not found[0].module:
+    if any(each.stands_for for each in found):
+        raise typer.BadParameter("The commands of gradwire themselves print their tables, when they run.")
+    if len({each.module for each in found}) > 1:
         raise typer.BadParameter("Only records of one module of benchmarks can be shown together.")
     paths = [csv] if csv else [each.record for each in found if each.record]
     runner.show(runner.module_of(found[0]), [row for path in paths for row in read_figures(path)], out)

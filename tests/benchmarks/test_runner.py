@@ -158,6 +158,12 @@ def test_an_unknown_name_lists_the_known_ones():
     assert "thc-scale" in result.output
 
 
+def test_other_options_of_a_gradwire_command_do_not_replace_its_record():
+    result = CliRunner().invoke(app, ["run", "auto-text", "--seconds", "1"])
+    assert result.exit_code == 2
+    assert "--csv FILE" in " ".join(result.output.replace("│", "").split())
+
+
 def test_a_command_of_gradwire_has_the_record_of_its_name():
     for each in BENCHMARKS.values():
         assert bool(each.module) != bool(each.stands_for)
