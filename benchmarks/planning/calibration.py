@@ -5,7 +5,9 @@ one. The calibration runs two kinds of dense steps:
 
 - *chain*, one small tensor on a ring: the cost of waking a thread (*wake*), and *latency*.
 - *large*, one tensor by ring and by all-gather: seconds per *byte* at each end of a frame, and how much longer bytes
-  take in a ring than at the rate of the links (*pace*).
+  take in a ring than at the rate of the links (*pace*). A byte costs the kernel more where a rank sends to several
+  others at once, in shorter packets with more acknowledgements. So a ring, in which it sends to one, and the other
+  strategies have a figure each, unless processors were busy for too short a time to tell them apart.
 
 The cost of congestion, when ranks send to several others at once, is not calibrated: packets are lost at random, each
 loss may cost a time-out, and a short calibration gave values from 1.0 to 2.5.
@@ -23,7 +25,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 SMALL_STEPS, GAP_SECONDS = 20, 0.05
 LARGE_SECONDS, LARGE_REPEATS, MIN_LARGE_STEPS, LARGE_ELEMENTS = 1.0, 3, 2, (1 << 15, 1 << 19)
 SLACK = 1.05  # as exact as such steps can be timed
+MIN_BUSY_SECONDS = 0.2  # of all steps of a kind; the kernel counts in hundredths
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Measured:
     Attributes:
         strategy: Strategy of a dense tensor.
         elements: Number of elements of the tensor.
+        steps: Number of steps.
         seconds: Median step time of the slowest rank.
         processes: Processor time of all ranks' processes per step.
         busy: Busy time of the machine's cores per step, including the kernel's work for no process in particular.
@@ -56,6 +59,7 @@ class Measured:
 
     strategy: str
     elements: int
+    steps: int
     seconds: float
     processes: float
     busy: float
@@ -74,12 +78,14 @@ class Calibration(NamedTuple):
 
     wake: float
     seconds_a_byte: float
+    seconds_a_byte_to_several: float
     latency: float
     pace: float
 
-    def costs(self, known: Costs) -> Costs:
+    def costs(self, known: Costs, strategy: str) -> Costs:
         """The costs of an idle core, as they are in the lab."""
-        return replace(known, frame=LinearCost(known.frame(0), self.seconds_a_byte))
+        seconds_a_byte = self.seconds_a_byte if strategy == "ring" else self.seconds_a_byte_to_several
+        return replace(known, frame=LinearCost(known.frame(0), seconds_a_byte))
 
     def cluster(self, ranks: int, rate_bits: float, cores: int) -> Cluster:
         """The lab."""
@@ -112,7 +118,7 @@ def measure(rate_bits: float) -> list[Measured]:
 
 def _measure(strategy: str, elements: int, steps: int, gap_seconds: float) -> Measured:
     """Steps of one kind, after one to warm up: one behind another, or with all ranks asleep before each."""
-    found = Measured(strategy, elements, 0.0, 0.0, 0.0)
+    found = Measured(strategy, elements, steps, 0.0, 0.0, 0.0)
     name, value = found.gradient.name, torch.randn(found.gradient.shape)
     synchronizer = Synchronizer(None, found.plan, tensors={name: TensorSpec.of(value)})
 
@@ -175,28 +181,35 @@ def calibrate(measured: list[Measured], known: Costs, ranks: int, rate_bits: flo
         cores: Cores that the ranks share.
     """
     chain, ring, allgather = measured
-    found = Calibration(0.0, known.frame(1.0) - known.frame(0.0), 0.0, 1.0)
+    idle = known.frame(1.0) - known.frame(0.0)
+    found = Calibration(0.0, idle, idle, 0.0, 1.0)
 
     def simulated(steps: Measured, **values: float) -> StepResult:
         trial = found._replace(**values)
         cluster = trial.cluster(ranks, rate_bits, cores)
-        return step(SimulatedModel([steps.gradient]), steps.plan, cluster, trial.costs(known))
+        return step(SimulatedModel([steps.gradient]), steps.plan, cluster, trial.costs(known, steps.strategy))
 
-    def time_of(steps: Measured, name: str, value: float) -> float:
-        return simulated(steps, **{name: value}).seconds
+    def bytes_of(steps: Measured, value: float) -> StepResult:
+        return simulated(steps, seconds_a_byte=value, seconds_a_byte_to_several=value)
 
-    def work(*kinds: Measured, **values: float) -> float:
-        return sum(simulated(each, **values).processor_seconds for each in kinds)
+    def paid(*kinds: Measured) -> float:
+        """Seconds per byte with which these steps keep processors busy for as long as in the lab."""
+        most = sum(each.busy for each in kinds)
+        value = solve(lambda each: sum(bytes_of(kind, each).processor_seconds for kind in kinds), most, 0.0, 1e-7)
+        # Cores that take packets one by one from a slow link take them faster in larger numbers: bytes cost at most
+        # what lets these steps be as fast as they were.
+        least = min(value, idle)
+        for kind in kinds:
+            value = solve(lambda each, of=kind: bytes_of(of, each).seconds, SLACK * kind.seconds, least, value)
+        return value
 
-    found = found._replace(wake=solve(lambda value: work(chain, wake=value), chain.processes, 0.0, 2e-3))
-    paid = solve(lambda value: work(ring, allgather, seconds_a_byte=value), ring.busy + allgather.busy, 0.0, 1e-7)
-    # Cores that take packets one by one from a slow link take them faster in larger numbers: bytes cost at most what
-    # lets these steps be as fast as they were.
-    least = min(paid, found.seconds_a_byte)
-    for steps in (ring, allgather):
-        paid = solve(partial(time_of, steps, "seconds_a_byte"), SLACK * steps.seconds, least, paid)
-    found = found._replace(seconds_a_byte=paid)
-    found = found._replace(latency=solve(partial(time_of, chain, "latency"), chain.seconds, 0.0, 1.0))
+    wake = solve(lambda value: simulated(chain, wake=value).processor_seconds, chain.processes, 0.0, 2e-3)
+    found = found._replace(wake=wake)
+    apart = min(each.steps * each.busy for each in (ring, allgather)) >= MIN_BUSY_SECONDS
+    to_one, to_several = (paid(ring), paid(allgather)) if apart else 2 * (paid(ring, allgather),)
+    found = found._replace(seconds_a_byte=to_one, seconds_a_byte_to_several=to_several)
+    latency = solve(lambda value: simulated(chain, latency=value).seconds, chain.seconds, 0.0, 1.0)
+    found = found._replace(latency=latency)
     # A ratio, not a root: where processors set the pace, no link is slow enough to explain the rest.
     return found._replace(pace=max(1.0, ring.seconds / simulated(ring).seconds))
 

@@ -62,6 +62,7 @@ class Comparison:
     error: float
     wake: float
     seconds_a_byte: float
+    seconds_a_byte_to_several: float
     latency: float
     pace: float
 
@@ -123,7 +124,7 @@ def measure(ranks: int, rate: str, methods: list[str]) -> list[dict[str, Any]]:
 def simulate(ranks: int, rate: str, method: str, strategy: str, found: Calibration) -> float:
     """Seconds of the same step."""
     cluster = found.cluster(ranks, rate_bits(rate), os.cpu_count() or 1)
-    costs = found.costs(machine_costs([*METHODS]))
+    costs = found.costs(machine_costs([*METHODS]), strategy)
     model = SimulatedModel(GRADIENTS, Compute(backward_seconds=BACKWARD_SECONDS))
     return step(model, Plan(method, strategy=strategy), cluster, costs).seconds
 
@@ -155,7 +156,8 @@ def describe(row: Comparison) -> str:
 def describe_calibration(row: Comparison) -> str:
     return (
         f"{row.ranks:3} {row.rate:>8} waking {1e6 * row.wake:.0f} us, "
-        f"{1e9 * row.seconds_a_byte:.2f} ns a byte, latency {1e6 * row.latency:.0f} us, pace {row.pace:.2f}"
+        f"{1e9 * row.seconds_a_byte:.2f} ns a byte, {1e9 * row.seconds_a_byte_to_several:.2f} to several, "
+        f"latency {1e6 * row.latency:.0f} us, pace {row.pace:.2f}"
     )
 
 

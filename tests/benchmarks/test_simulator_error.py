@@ -20,19 +20,25 @@ def lab(known: Calibration) -> list[Measured]:
     """Measurements of a lab with these constants."""
     found = []
     for kind in (("ring", 4096), ("ring", 1 << 19), ("allgather", 1 << 19)):
-        steps = Measured(*kind, 0.0, 0.0, 0.0)
+        steps = Measured(*kind, 100, 0.0, 0.0, 0.0)
         cluster = known.cluster(RANKS, RATE, CORES)
-        result = step(SimulatedModel([steps.gradient]), steps.plan, cluster, known.costs(KNOWN))
+        result = step(SimulatedModel([steps.gradient]), steps.plan, cluster, known.costs(KNOWN, steps.strategy))
         found.append(
             replace(steps, seconds=result.seconds, processes=result.processor_seconds, busy=result.processor_seconds)
         )
     return found
 
 
-@pytest.mark.parametrize("known", [Calibration(1e-4, 2e-9, 2e-4, 1.1), Calibration(0.0, 1e-9, 0.0, 1.0)])
+@pytest.mark.parametrize("known", [Calibration(1e-4, 2e-9, 4e-9, 2e-4, 1.1), Calibration(0.0, 1e-9, 1e-9, 0.0, 1.0)])
 def test_calibration_finds_the_constants_of_a_lab(known: Calibration) -> None:
     found = calibration.calibrate(lab(known), KNOWN, RANKS, RATE, CORES)
     assert tuple(found) == pytest.approx(tuple(known), rel=0.05, abs=1e-5)
+
+
+def test_costs_of_a_byte_are_not_told_apart_by_steps_that_are_too_short() -> None:
+    short = [replace(each, steps=1) for each in lab(Calibration(1e-4, 2e-9, 4e-9, 2e-4, 1.1))]
+    found = calibration.calibrate(short, KNOWN, RANKS, RATE, CORES)
+    assert 2e-9 < found.seconds_a_byte == found.seconds_a_byte_to_several < 4e-9
 
 
 def test_solving_stays_within_the_range() -> None:
@@ -43,7 +49,9 @@ def test_solving_stays_within_the_range() -> None:
 
 def test_a_part_of_the_labs_renews_its_rows_and_keeps_the_others(tmp_path) -> None:
     path = tmp_path / "rows.csv"
-    row = simulator_error.Comparison(4, "1gbit", "ring", "none", 1.0, 0.9, 1.1, 5, 1.0, 0.0, *Calibration(0, 0, 0, 1))
+    row = simulator_error.Comparison(
+        4, "1gbit", "ring", "none", 1.0, 0.9, 1.1, 5, 1.0, 0.0, *Calibration(0, 0, 0, 0, 1)
+    )
     for each in (row, replace(row, ranks=2, rate="100mbit"), replace(row, measured=2.0)):
         runner.record("simulator-error", [asdict(each)], path, simulator_error.KEY)
     kept = read_figures(path)
