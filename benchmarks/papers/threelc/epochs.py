@@ -38,7 +38,7 @@ from benchmarks.plotting import figure
 
 WORKERS, BATCH, EPOCHS = 4, 32, 20
 RATE, LAST_RATE, MOMENTUM, DECAY = 0.2, 0.01, 0.9, 1e-4
-RATES = (0.05, 0.1, 0.2, 0.4)  # for all workers together
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)  # for all workers together
 SIDE, MARGIN = 16, 2  # pixels
 PARTS = ("learn", "shares", "rates", "why")
 SHARES = (0.25, 0.5, 0.75)
