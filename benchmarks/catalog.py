@@ -183,7 +183,7 @@ _THREELC = (
     ),
     Benchmark(
         "threelc-epochs", "Does 3LC learn as well as float over many epochs? (table 1, figures 4 to 8)",
-        "papers.threelc.epochs", "--data FOLDER", recorded=False,
+        "papers.threelc.epochs", "--data FOLDER",
     ),
     Benchmark(
         "threelc-entropy", "What would a prefix code gain instead of zero runs? (section 3.3)",
