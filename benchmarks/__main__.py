@@ -46,7 +46,7 @@ def run(context: typer.Context, name: Name) -> None:
     if not benchmark.module:
         kept = "--csv" in benchmark.stands_for and not any(each.startswith("--csv") for each in context.args)
         if kept and context.args and "--help" not in context.args:
-            raise typer.BadParameter(f"The record of {name} has the default options. Pass --csv FILE beside others.")
+            raise typer.BadParameter(f"The record of {name} has the default options. With others, pass --csv FILE.")
         raise typer.Exit(subprocess.run([*shlex.split(benchmark.stands_for), *context.args], check=False).returncode)
     from benchmarks import runner
 

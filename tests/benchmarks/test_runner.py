@@ -164,6 +164,12 @@ def test_other_options_of_a_gradwire_command_do_not_replace_its_record():
     assert "--csv FILE" in " ".join(result.output.replace("│", "").split())
 
 
+def test_a_command_of_gradwire_has_no_table_to_show():
+    result = CliRunner().invoke(app, ["show", "kernels"])
+    assert result.exit_code == 2
+    assert "print their tables" in " ".join(result.output.replace("│", "").split())
+
+
 def test_a_command_of_gradwire_has_the_record_of_its_name():
     for each in BENCHMARKS.values():
         assert bool(each.module) != bool(each.stands_for)
