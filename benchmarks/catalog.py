@@ -168,6 +168,11 @@ _PLANNING = (
         "planning.device_counts",
         recorded=False,
     ),
+    Benchmark(
+        "device-times",
+        "How long does generated GPU code take, against a copy and the sum of its counted parts?",
+        "planning.device_times",
+    ),
     Benchmark("simulator-error", "How far is the simulator from the lab?", "planning.simulator_error"),
 )
 _ACCURACY = (

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from benchmarks.data.cifar import ResNet
 from benchmarks.papers.threelc import epochs
+from benchmarks.papers.threelc.gradients import OnCpu, OnGpu
 from benchmarks.papers.threelc.simulated_server import Exchange, SimulatedServer
 
 WORKERS, STEPS = 3, 12
@@ -98,3 +100,28 @@ def test_a_training_reports_its_course_and_ends_with_its_accuracy() -> None:
         assert rows[-1]["metric"] == "accuracy"
         pushed = [row["value"] for row in rows if row["metric"] == "bits_pushed_at"]
         assert np.mean(pushed) == pytest.approx(32 / design.local_steps)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_gradients_losses_and_running_statistics_of_the_cpu() -> None:
+    torch.manual_seed(2)
+    on_cpu, on_gpu = ResNet(blocks=1, width=16, stride=1), ResNet(blocks=1, width=16, stride=1)
+    on_gpu.load_state_dict(on_cpu.state_dict())
+    cpu, gpu = OnCpu(on_cpu), OnGpu(on_gpu, WORKERS, 8, torch.device("cuda"))
+    for _ in range(3):
+        batches = [
+            (torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8), torch.randint(0, 10, (8,)))
+            for _ in range(WORKERS)
+        ]
+        (ours, losses), (theirs, known) = gpu.step(batches), cpu.step(batches)
+        assert losses == pytest.approx(known, rel=1e-4)
+        for own, other in zip(ours, theirs, strict=True):
+            for a, b in zip(own, other, strict=True):
+                assert float((a - b).abs().max()) <= 1e-3 * float(b.abs().max())
+        for each in (on_cpu, on_gpu):  # both are changed in the same way: the GPU reads the parameters in each step
+            for parameter, change in zip(each.parameters(), theirs[0], strict=True):
+                parameter.data -= 0.1 * change
+    test = torch.randint(0, 256, (500, 3, 16, 16), dtype=torch.uint8), torch.randint(0, 10, (500,))
+    assert gpu.accuracy(test) == pytest.approx(cpu.accuracy(test), abs=0.01)
+    for own, other in zip(gpu.running_statistics(), cpu.running_statistics(), strict=True):
+        torch.testing.assert_close(own.cpu(), other, rtol=1e-3, atol=1e-4)

@@ -6,7 +6,10 @@ missing, since it does not change what is learned. Step times are those of `trai
 
 Each training is written as it ends, and none is repeated, so the command may be stopped and started again at any time.
 With `--minutes`, no training starts after that time. `rates` trains the float baseline for a few learning rates, of
-which the best, `RATE`, is used by all. `why` has designs that tell what costs accuracy.
+which the best, `RATE`, is used by all. `why` has designs that tell what costs accuracy: the compression of one
+direction alone, and the scale of what is sent (`fitted`).
+
+Gradients can be computed on a GPU, whose sums round otherwise; everything else stays on the CPU.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), section 5. Differences: ResNet-20 instead of ResNet-110, images of 16 × 16
 pixels, 4 workers instead of 10, 20 epochs instead of 164, with a warm-up over the first twentieth; the learning rate
@@ -28,11 +31,13 @@ import torch
 import typer
 from torch.nn import functional
 
-from benchmarks.data.cifar import DEVIATION, MEAN, ResNet, Split, load
+from benchmarks.data.cifar import ResNet, Split, load
 from benchmarks.intervals import interval
 from benchmarks.keys import key_of
 from benchmarks.options import Cifar10, Seeds, choose, listed
 from benchmarks.papers.threelc import training
+from benchmarks.papers.threelc.fitted import fitted
+from benchmarks.papers.threelc.gradients import OnCpu, OnGpu
 from benchmarks.papers.threelc.simulated_server import Exchange, SimulatedServer
 from benchmarks.plotting import figure
 
@@ -71,13 +76,14 @@ DESIGNS = tuple(
     if each.label not in ("25% sparsification", "3LC (no ZRE)")  # not in the issue's table; the same values as with it
 )
 SHARED = (FLOAT, "3LC (s=1.00)", "3LC (s=1.75)")
-THREELC = "threelc:sparsity=1.0"
-WHOLE = 1 << 30  # elements of a chunk
+SPARSE = "threelc:sparsity=1.9"
 WHY = (
-    Design("3LC, pushes only", Exchange(THREELC, "none")),
-    Design("3LC, pulls only", Exchange("none", THREELC)),
-    Design("3LC, whole tensors", Exchange(THREELC, THREELC, chunk_elements=WHOLE)),
-    Design("3LC, block=1024", Exchange(f"{THREELC}:block=1024", f"{THREELC}:block=1024")),
+    Design("3LC (s=1.90), pushes only", Exchange(SPARSE, "none")),
+    Design("3LC (s=1.90), pulls only", Exchange("none", SPARSE)),
+    *(
+        Design(f"3LC (s={s:.2f}), fitted", Exchange(f"{fitted.name}:sparsity={s}", f"{fitted.name}:sparsity={s}"))
+        for s in (1.75, 1.9)
+    ),
 )
 
 
@@ -88,12 +94,6 @@ def small(split: Split) -> Split:
     """The same images with 16 × 16 pixels, uint8."""
     halves = [functional.avg_pool2d(part.float(), 2).round_().to(torch.uint8) for part in split[0].split(5000)]
     return torch.cat(halves), split[1]
-
-
-def normalized(images: torch.Tensor) -> torch.Tensor:
-    """Images as the model reads them, float32[B, 3, 16, 16]."""
-    values = images.float().div_(255)
-    return (values - torch.tensor(MEAN).view(3, 1, 1)).div_(torch.tensor(DEVIATION).view(3, 1, 1))
 
 
 def cropped(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -116,15 +116,6 @@ def learning_rate(step: int, steps: int, rate: float) -> float:
     return warm * (last + (rate - last) * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, test: Split) -> float:
-    """Top-1 accuracy."""
-    model.eval()
-    right = sum(int((model(normalized(x)).argmax(1) == y).sum()) for x, y in zip(*(part.split(500) for part in test)))
-    model.train()
-    return right / len(test[1])
-
-
 class Training:
     """One training.
 
@@ -134,9 +125,12 @@ class Training:
         steps: Number of steps.
         rate: Largest learning rate.
         seed: Seed of model, data and random streams.
+        device: Where gradients are computed: ``"cpu"``, or a GPU.
     """
 
-    def __init__(self, design: Design, data: tuple[Split, Split], steps: int, rate: float, seed: int) -> None:
+    def __init__(
+        self, design: Design, data: tuple[Split, Split], steps: int, rate: float, seed: int, device: str = "cpu"
+    ) -> None:
         torch.manual_seed(seed)
         self.design, self.steps, self.rate = design, steps, rate
         self.train, self.test = data
@@ -146,6 +140,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.parameters, lr=rate, momentum=MOMENTUM, weight_decay=DECAY)
         self.server = SimulatedServer(self.model, self.optimizer, WORKERS, design.exchange, seed)
         self.generator = torch.Generator().manual_seed(seed)
+        gpu = device != "cpu"
+        self.compute = OnGpu(self.model, WORKERS, BATCH, torch.device(device)) if gpu else OnCpu(self.model)
 
     def run(self) -> Iterator[Row]:
         """Train, and report on each twentieth of the steps, and on the end."""
@@ -173,7 +169,7 @@ class Training:
             if step + 1 in marks:
                 at = {"step": step + 1}
                 yield {**at, "metric": "loss", "value": statistics.fmean(losses)}
-                yield {**at, "metric": "accuracy_at", "value": accuracy(self.model, held_out), "unit": "share"}
+                yield {**at, "metric": "accuracy_at", "value": self.compute.accuracy(held_out), "unit": "share"}
                 for way, found in bits.items():
                     yield {**at, "metric": f"bits_{way}_at", "value": statistics.fmean(found), "unit": "bit"}
                 for way, norm in self.server.residuals().items():
@@ -181,17 +177,13 @@ class Training:
                 losses, bits = [], {"pushed": [], "pulled": []}
         if not self.server.same():
             raise AssertionError("The workers hold different parameters.")
-        yield {"metric": "accuracy", "value": accuracy(self.model, self.test), "unit": "share"}
+        yield {"metric": "accuracy", "value": self.compute.accuracy(self.test), "unit": "share"}
 
     def _gradients(self) -> tuple[list[list[torch.Tensor]], float]:
         """Gradients of all workers, and their mean loss."""
         index = torch.randint(0, len(self.train[1]), (WORKERS, BATCH), generator=self.generator)
-        found, losses = [], []
-        for samples in index:
-            x = normalized(cropped(self.train[0][samples], self.generator))
-            loss = functional.cross_entropy(self.model(x), self.train[1][samples])
-            found.append(list(torch.autograd.grad(loss, self.parameters)))
-            losses.append(float(loss.detach()))
+        batches = [(cropped(self.train[0][each], self.generator), self.train[1][each]) for each in index]
+        found, losses = self.compute.step(batches)
         return found, statistics.fmean(losses)
 
 
@@ -220,6 +212,7 @@ def run(
     designs: Annotated[str, typer.Option(help="Labels of designs, with | in between.")] = "",
     parts: Annotated[str, typer.Option(help="learn, shares, rates, why.")] = "",
     minutes: Annotated[float, typer.Option(help="Start no training after this time.")] = math.inf,
+    device: Annotated[str, typer.Option(help="Where gradients are computed: cpu, or cuda.")] = "cpu",
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[list[Row]]:
@@ -229,20 +222,34 @@ def run(
     labels = listed(designs.replace("|", ","), known)
     chosen = [design for design in (*DESIGNS, *WHY) if design.label in labels]
     images = small(load(data, "train")), small(load(data, "test"))
-    whole = epochs * len(images[0][1]) // (WORKERS * BATCH)
     for design, seed, share, rate in trainings(choose(parts, PARTS), seeds, chosen):
-        fixed = {
-            "method": design.label, "seed": seed, "share": share, "epochs": epochs, "learning_rate": rate,
-            "ranks": WORKERS, "dtype": "float32", "source": "measured", "rate": "none",
-        }  # fmt: skip
-        if key_of(fixed, KEY) in done or time.monotonic() > end:
+        if key_of(described(design, seed, share, epochs, rate), KEY) in done or time.monotonic() > end:
             continue
-        begun = time.monotonic()
-        one = Training(design, images, round(share * whole), rate, seed)
-        rows = [{**fixed, "size": one.num_parameters, "steps": one.steps, **row} for row in one.run()]
-        spent = (time.monotonic() - begun) / 60
-        print(f"{design.label:20} seed {seed}, {share:.0%}: {rows[-1]['value']:.2%} in {spent:.1f} min", flush=True)
-        yield rows
+        yield trained(images, design, seed, share, epochs, rate, device)
+
+
+def described(design: Design, seed: int, share: float, epochs: int, rate: float) -> Row:
+    """Columns that all rows of a training share."""
+    return {
+        "method": design.label, "seed": seed, "share": share, "epochs": epochs, "learning_rate": rate,
+        "ranks": WORKERS, "dtype": "float32", "source": "measured", "rate": "none",
+    }  # fmt: skip
+
+
+def trained(
+    images: tuple[Split, Split], design: Design, seed: int, share: float, epochs: int, rate: float, device: str
+) -> list[Row]:
+    """The rows of one training."""
+    begun = time.monotonic()
+    whole = epochs * len(images[0][1]) // (WORKERS * BATCH)
+    one = Training(design, images, round(share * whole), rate, seed, device)
+    fixed = described(design, seed, share, epochs, rate) | {"size": one.num_parameters, "steps": one.steps}
+    if device != "cpu":
+        fixed["device"] = torch.cuda.get_device_name(device)
+    rows = [{**fixed, **row} for row in one.run()]
+    spent = (time.monotonic() - begun) / 60
+    print(f"{design.label:20} seed {seed}, {share:.0%}: {rows[-1]['value']:.2%} in {spent:.1f} min", flush=True)
+    return rows
 
 
 # -- tables and plots ----------------------------------------------------------------------------------------------
