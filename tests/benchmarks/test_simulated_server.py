@@ -46,6 +46,22 @@ def test_without_compression_a_step_is_that_of_the_optimizer_on_the_mean(chunk_e
     assert server.residuals() == {"push": 0.0, "pull": pytest.approx(0.0, abs=1e-6)}
 
 
+@pytest.mark.parametrize("method", ["threelc", "qsgd", "none"])
+def test_vectors_that_travel_as_one_tensor_have_the_values_of_vectors_that_do_not(method: str) -> None:
+    nets, pulled = [], []
+    for join_vectors in (False, True):
+        net = model()
+        server = SimulatedServer(net, sgd(net), WORKERS, Exchange(method, method), 0, join_vectors=join_vectors)
+        for step in range(STEPS):
+            server.step(gradients(net, step))
+        assert server.same()
+        nets.append(net)
+        pulled.append(server.pulled)
+    for apart, joined in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(apart, joined)
+    assert pulled[0] - pulled[1] == 1
+
+
 @pytest.mark.parametrize("push", ["threelc", "none"])
 @pytest.mark.parametrize("pull", ["threelc", "none"])
 def test_all_workers_hold_the_same_bits_and_what_is_not_sent_is_a_residual(push: str, pull: str) -> None:

@@ -2,12 +2,15 @@
 
 The ends of the workers (`ParameterSlot`) and of the server (`ParameterShard`) hand each other the frames that would
 travel. Every step counts all workers.
+
+Vectors are never compressed, and all of them travel as one tensor here, which gives the same values in less time. A
+pull is shorter for that by one byte a vector.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +25,7 @@ from gradwire.wire.frame import FrameFlags, FrameKind
 from gradwire.wire.payload import Payload
 
 EPOCH = 1  # number of the job in its frames
+VECTORS = "vectors"  # name of the tensor that has all of them
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class SimulatedServer:
         workers: Number of workers.
         exchange: How gradients and updates are encoded.
         seed: Seed of the random streams.
+        join_vectors: Whether all vectors travel as one tensor.
 
     Attributes:
         pushed: Bytes of the gradients of one worker in the last step.
@@ -57,15 +62,26 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, workers: int, exchange: Exchange, seed: int
-    ) -> None:
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, workers: int, exchange: Exchange, seed: int,
+        *, join_vectors: bool = True,
+    ) -> None:  # fmt: skip
         self._optimizer, self._workers = optimizer, workers
-        self._parameters = {name: each.data for name, each in model.named_parameters()}
+        named = dict(model.named_parameters())
+        self._names = list(named)
+        self._vectors = [name for name, each in named.items() if join_vectors and each.dim() < 2]
+        if self._vectors:
+            _join([named[name] for name in self._vectors])
+        self._parameters = {name: each.data for name, each in named.items() if name not in self._vectors}
         transfer = TransferOptions(feedback=exchange.feedback, chunk_elements=exchange.chunk_elements)
         plans = [transfer.plan(method) for method in (exchange.push, exchange.pull)]
         self._chunks = split(self._parameters, exchange.chunk_elements)
-        named = dict(model.named_parameters())
         tensors = tuple(parameter_config(chunk, named[chunk.parameter], optimizer, *plans) for chunk in self._chunks)
+        if self._vectors:
+            first = named[self._vectors[0]]
+            joined = self._parameters[VECTORS] = first.data.as_strided((_elements(first),), (1,), 0)
+            config = parameter_config(ParameterChunk(self._vectors[0]), first, optimizer, *plans)
+            self._chunks = [*self._chunks, ParameterChunk(VECTORS)]
+            tensors = (*tensors, replace(config, name=VECTORS, shape=tuple(joined.shape)))
         self._config = TrainingConfig(workers, 0, seed, type(optimizer).__name__, tensors)
         self._shard = ParameterShard()
         self._shard.config = self._config
@@ -86,7 +102,10 @@ class SimulatedServer:
 
     def step(self, gradients: Sequence[Iterable[torch.Tensor]]) -> None:
         """One step with the gradients of all workers, in the order of the model's parameters."""
-        named = [dict(zip(self._parameters, each, strict=True)) for each in gradients]
+        named = [dict(zip(self._names, each, strict=True)) for each in gradients]
+        if self._vectors:
+            for each in named:
+                each[VECTORS] = torch.cat([each[name] for name in self._vectors])
         groups = hyperparameters(self._optimizer)
         self.pushed = self.pulled = 0.0
         for tensor, chunk in enumerate(self._chunks):
@@ -96,13 +115,14 @@ class SimulatedServer:
             }
             change = self._shard.update(tensor, self._step, pushes, groups, True)
             self._pull(tensor, chunk, change)
+        self.pushed /= self._workers
         self._step += 1
 
     def _push(self, worker: int, tensor: int, chunk: ParameterChunk, gradient: torch.Tensor) -> Payload:
         frame = self._slots[worker][tensor].push(chunk.of(gradient), self._step)
         assert frame is not None, "every step is open"
         header, body = frame
-        self.pushed += body.nbytes / self._workers
+        self.pushed += body.nbytes
         return Payload(body, bool(header.flags & FrameFlags.NONFINITE))
 
     def _pull(self, tensor: int, chunk: ParameterChunk, change: Payload | None) -> None:
@@ -128,3 +148,15 @@ class SimulatedServer:
         ]
         pushes = sum(float(each.square().sum()) for each in left) / self._workers
         return {"push": pushes**0.5, "pull": sum(float(each.square().sum()) for each in behind) ** 0.5}
+
+
+def _join(vectors: Sequence[torch.nn.Parameter]) -> None:
+    """Let vectors lie in one piece of memory, in their order."""
+    flat = torch.cat([each.data for each in vectors])
+    for each, part in zip(vectors, flat.split([each.numel() for each in vectors]), strict=True):
+        each.data = part
+
+
+def _elements(vector: torch.nn.Parameter) -> int:
+    """Elements of the piece of memory that a vector lies in."""
+    return vector.untyped_storage().nbytes() // vector.element_size()
