@@ -47,6 +47,21 @@ def test_values_are_those_of_3lc_by_hand(name: str, sparsity: float) -> None:
     assert torch.equal(found, by_hand)
 
 
+@pytest.mark.parametrize("zero_run", [False, True])
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_fitted_values_are_those_of_the_least_error(name: str, sparsity: float, zero_run: bool) -> None:
+    grad = TENSORS[name]
+    ctx = float32_context(grad)
+    options = {"zero_run": zero_run, "fit": False}, {"zero_run": zero_run, "fit": True}
+    codecs = [traced("ternary", sparsity=sparsity, **each) for each in options]
+    plain, found = (codec.decode(codec.encode(grad, ctx), ctx).numpy() for codec in codecs)
+    chosen = plain != 0
+    assert np.array_equal(np.sign(found), np.sign(plain))
+    magnitudes = np.abs(grad.double().numpy()[chosen])
+    assert np.abs(found[chosen]) == pytest.approx(magnitudes.mean() if chosen.any() else 0, rel=1e-6, abs=TINY)
+
+
 @pytest.mark.parametrize("largest", [TINY, 2 * TINY, 3 * TINY, 5 * TINY, 3e38, MAX])
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 def test_the_largest_element_is_never_rounded_to_zero(largest: float, sparsity: float) -> None:

@@ -44,7 +44,7 @@ OPTION_SETS: dict[str, list[dict]] = {
         {"block": 35_000},
         {"block": 35_000, "zero_run": False},
     ],
-    "ternary": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": True}],
+    "ternary": [{"sparsity": 1.75}, {"sparsity": 1.999999, "zero_run": True}, {"sparsity": 1.75, "fit": True}],
     "minmax": [{"bits": 4}],
     "onebit": [{"block": 64}],
     "terngrad": [{"clip": 0.0}],

@@ -7,7 +7,7 @@ missing, since it does not change what is learned. Step times are those of `trai
 Each training is written as it ends, and none is repeated, so the command may be stopped and started again at any time.
 With `--minutes`, no training starts after that time. `rates` trains the float baseline for a few learning rates, of
 which the best, `RATE`, is used by all. `why` has designs that tell what costs accuracy: the compression of one
-direction alone, and the scale of what is sent (`fitted`).
+direction alone, and a scale that overstates what is sent (option `fit` of `ternary`).
 
 Gradients can be computed on a GPU, whose sums round otherwise; everything else stays on the CPU.
 
@@ -36,7 +36,6 @@ from benchmarks.intervals import interval
 from benchmarks.keys import key_of
 from benchmarks.options import Cifar10, Seeds, choose, listed
 from benchmarks.papers.threelc import training
-from benchmarks.papers.threelc.fitted import fitted
 from benchmarks.papers.threelc.gradients import OnCpu, OnGpu
 from benchmarks.papers.threelc.simulated_server import Exchange, SimulatedServer
 from benchmarks.plotting import figure
@@ -76,14 +75,11 @@ DESIGNS = tuple(
     if each.label not in ("25% sparsification", "3LC (no ZRE)")  # not in the table; the same values as with it
 )
 SHARED = (FLOAT, "3LC (s=1.00)", "3LC (s=1.75)")
-SPARSE = "threelc:sparsity=1.9"
+SPARSE, FITTED = "threelc:sparsity=1.9", "ternary:sparsity={}:zero_run=True:fit=True"
 WHY = (
     Design("3LC (s=1.90), pushes only", Exchange(SPARSE, "none")),
     Design("3LC (s=1.90), pulls only", Exchange("none", SPARSE)),
-    *(
-        Design(f"3LC (s={s:.2f}), fitted", Exchange(f"{fitted.name}:sparsity={s}", f"{fitted.name}:sparsity={s}"))
-        for s in (1.75, 1.9)
-    ),
+    *(Design(f"3LC (s={s:.2f}), fitted", Exchange(FITTED.format(s), FITTED.format(s))) for s in (1.75, 1.9)),
 )
 
 

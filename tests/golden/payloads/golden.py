@@ -26,7 +26,7 @@ OPTION_SETS: dict[str, list[dict]] = {
     "int8shared": [{"block": 16}],
     "lossless": [{}, {"code": "fixed"}],
     "powersgd": [{"rank": 2}, {"rank": 8}],
-    "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}],
+    "ternary": [{}, {"sparsity": 1.75}, {"zero_run": True}, {"sparsity": 1.75, "fit": True}],
     "thc": [{"granularity": 30, "block": 64}, {"bits": 3, "rotate": "full"}],
     "topk": [{}, {"ratio": 0.1}],
     "threelc": [{}, {"sparsity": 1.75}, {"zero_run": False}],
