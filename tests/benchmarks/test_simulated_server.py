@@ -51,7 +51,7 @@ def test_vectors_that_travel_as_one_tensor_have_the_values_of_vectors_that_do_no
     nets, pulled = [], []
     for join_vectors in (False, True):
         net = model()
-        server = SimulatedServer(net, sgd(net), WORKERS, Exchange(method, method), 0, join_vectors=join_vectors)
+        server = SimulatedServer(net, sgd(net), WORKERS, Exchange(method, method, join_vectors=join_vectors), 0)
         for step in range(STEPS):
             server.step(gradients(net, step))
         assert server.same()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from threading import Event, Thread
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.core.errors import OptionError, PeerTimeoutError, SyncError
+from gradwire.core.errors import AttachError, OptionError, PeerTimeoutError, SyncError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from tests.parameter_server.clients import connect, train_step
+from tests.parameter_server.clients import ALONE, connect, train_step
 
 
 @pytest.mark.timeout(120)
@@ -85,3 +87,71 @@ def test_a_worker_that_fails_in_its_last_step_has_not_finished() -> None:
         server.run(events.append)
     worker.join()
     assert any("gave up: SyncError: The thread gradwire-encoder failed: ZeroDivisionError" in each for each in events)
+
+
+class Vectors(torch.nn.Module):
+    """A matrix, and several vectors, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = torch.nn.Linear(48, 40), torch.nn.LayerNorm(40), torch.nn.Linear(40, 5)
+        self.extra = torch.nn.Parameter(torch.zeros(5))
+        self.uses_extra = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)))
+        return out + self.extra if self.uses_extra else out
+
+
+@contextlib.contextmanager
+def training(**transfer: bool) -> Iterator[gw.ParameterClient]:
+    """Context manager: the only worker of a server."""
+    server = ParameterServer(ParameterServerOptions(1))
+
+    def serve() -> None:
+        with contextlib.suppress(SyncError):  # the worker has given up
+            server.run()
+
+    serving = Thread(target=serve)
+    serving.start()
+    model = Vectors()
+    optimizer, address = torch.optim.Adam(model.parameters(), lr=1e-2), f"127.0.0.1:{server.address[1]}"
+    try:
+        with gw.ParameterClient(
+            model, optimizer, address, job=ALONE, transfer=gw.TransferOptions(**transfer)
+        ) as client:
+            yield client
+    finally:
+        serving.join()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_vectors_that_are_joined_end_with_the_same_bits(overlap: bool) -> None:
+    models, sent = [], []
+    for join_vectors in (False, True):
+        with training(join_vectors=join_vectors, overlap=overlap) as client:
+            for step in range(6):
+                train_step(client, step)
+            client.wait()
+            sent.append(client.sent_bytes)
+        models.append(client.model)
+    for apart, joined in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(apart, joined)
+    assert sent[1] < sent[0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("join_vectors", [False, True])
+def test_a_vector_without_a_gradient_is_refused_with_advice_unless_vectors_travel_apart(join_vectors: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(training(join_vectors=join_vectors))
+        client.model.uses_extra = False
+        if join_vectors:
+            stack.enter_context(
+                pytest.raises(AttachError, match=r"'extra' has no gradient in this.*join_vectors=False")
+            )
+        train_step(client, 0)
+        client.wait()
+    assert not client.model.extra.any()

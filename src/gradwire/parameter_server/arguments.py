@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from gradwire.compressors.base.registry import spec_of
+from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.errors import AttachError, FrameError, OptionError, OptionTypeError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import TensorSpec
@@ -75,15 +75,18 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def parameter_config(
-    chunk: ParameterChunk, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, plan: Plan, pull_plan: Plan
-) -> ParameterConfig:
-    """How a chunk of `parameter` is kept and encoded.
+    chunk: ParameterChunk, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, plan: Plan,
+    pull_plan: Plan,
+) -> ParameterConfig:  # fmt: skip
+    """How a chunk of the model is kept and encoded.
 
     Raises:
         AttachError: The optimizer does not have the parameter.
     """
-    push, pull = (each.entry(chunk.parameter, TensorSpec.of(parameter)) for each in (plan, pull_plan))
-    spec = TensorSpec.of(chunk.of(parameter))
+    name = chunk.parameters[0]
+    parameter = parameters[name]
+    push, pull = (each.entry(name, TensorSpec.of(parameter)) for each in (plan, pull_plan))
+    spec = TensorSpec.of(chunk.of(parameters))
     for index, group in enumerate(optimizer.param_groups):
         if any(parameter is each for each in group["params"]):
             return ParameterConfig(
@@ -92,9 +95,15 @@ def parameter_config(
                 pull.compressor.exact,
             )  # fmt: skip
     raise AttachError(
-        f"The optimizer does not have {chunk.parameter!r}, which requires a gradient. Build the optimizer from "
+        f"The optimizer does not have {name!r}, which requires a gradient. Build the optimizer from "
         "model.parameters(), or freeze this parameter with requires_grad_(False)."
     )
+
+
+def joined_kind(config: ParameterConfig) -> Hashable:
+    """What vectors that travel as one tensor have in common; None for one that is compressed."""
+    dense = config.push == config.pull == DENSE_NAME
+    return replace(config, name="", shape=()) if dense else None
 
 
 def log_notes(specs: Mapping[str, TensorSpec], *plans: Plan) -> None:

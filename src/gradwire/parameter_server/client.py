@@ -34,11 +34,12 @@ from gradwire.parameter_server.arguments import (
     check_options,
     class_name,
     hyperparameters,
+    joined_kind,
     log_notes,
     one_optimizer,
     parameter_config,
 )
-from gradwire.parameter_server.chunks import ELEMENT_WISE, ParameterChunk, assign, split
+from gradwire.parameter_server.chunks import ELEMENT_WISE, ParameterChunk, assign, join_vectors, split
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.encoder_thread import EncoderThread
 from gradwire.parameter_server.forward_pulls import ForwardPulls
@@ -99,7 +100,7 @@ class ParameterClient:
         self._pushing = True
         self._micro_step = 0
         self._finished = False
-        self._pushed: set[str] = set()
+        self._pushed: dict[str, torch.Tensor | None] = {}  # gradients of this step, by parameter
         self._groups = hyperparameters(self.optimizer)  # as the servers have them
         addresses = server_addresses(servers)
         plan = transfer.plan(compressor)
@@ -108,25 +109,32 @@ class ParameterClient:
             log_notes({name: TensorSpec.of(each) for name, each in self._parameters.items()}, plan, pull_plan)
 
         optimizer_name = class_name(self.optimizer)
-        elements = transfer.chunk_elements if optimizer_name in ELEMENT_WISE else sys.maxsize
-        shares = assign(split(self._parameters, elements), self._parameters, len(addresses))
+        configured = partial(
+            parameter_config, parameters=self._parameters, optimizer=self.optimizer, plan=plan, pull_plan=pull_plan
+        )
+        is_element_wise = optimizer_name in ELEMENT_WISE
+        elements = transfer.chunk_elements if is_element_wise else sys.maxsize
+        all_chunks = split(self._parameters, elements)
+        if is_element_wise and transfer.join_vectors:
+            all_chunks = join_vectors(
+                all_chunks, self._parameters, elements, lambda chunk: joined_kind(configured(chunk))
+            )
+        shares = assign(all_chunks, self._parameters, len(addresses))
         incarnation = secrets.randbits(62)
         self._connections: list[ServerConnection] = []
         self._placed: dict[str, list[_Placed]] = {name: [] for name in self._parameters}
         for address, chunks in zip(addresses, shares):
-            tensors = tuple(
-                parameter_config(chunk, self._parameters[chunk.parameter], self.optimizer, plan, pull_plan)
-                for chunk in chunks
-            )
+            tensors = tuple(configured(chunk) for chunk in chunks)
             config = TrainingConfig(
                 self.workers, job.backups, job.seed, optimizer_name, tensors, job.staleness, job.late
             )
-            values = {chunk.name: chunk.of(self._parameters[chunk.parameter].data) for chunk in chunks}
+            values = {chunk.name: chunk.of(self._parameters).detach() for chunk in chunks}
             join = TrainingJoin(config, self._groups, incarnation)
             server = ServerConnection(address, join, self.worker, job.name, connection, values)
             self._connections.append(server)
             for chunk, slot in zip(chunks, server.slots):
-                self._placed[chunk.parameter].append((chunk, server, slot))
+                for name in chunk.parameters:
+                    self._placed[name].append((chunk, server, slot))
         self._slots = [slot for server in self._connections for slot in server.slots]
         self._encoder = EncoderThread()
         self._pulls = ForwardPulls(self._parameters, self._before_forward, self._pull)
@@ -198,13 +206,13 @@ class ParameterClient:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Residuals of this worker by parameter name: float32, of the parameter's shape. Empty ones are left out."""
         self.wait()
-        state = {}
+        state: dict[str, torch.Tensor] = {}
         for name, placed in self._placed.items():
             if any(slot.residual is not None for _, _, slot in placed):
                 state[name] = torch.zeros(self._parameters[name].shape)
-                for chunk, _, slot in placed:
-                    if slot.residual is not None:
-                        chunk.of(state[name]).reshape(-1).copy_(torch.from_numpy(slot.residual))
+        for chunk, slot in self._chunks():
+            if slot.residual is not None:
+                chunk.write(torch.from_numpy(slot.residual), state)
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -224,9 +232,13 @@ class ParameterClient:
                     "of this model. Load the state of the same model."
                 )
         self.wait()  # the encoder thread uses the residuals until then
-        for name, residual in state.items():
-            for chunk, _, slot in self._placed[name]:
-                slot.residual = chunk.of(residual).detach().cpu().to(torch.float32).reshape(-1).numpy().copy()
+        loaded = {name: residual.detach().cpu().to(torch.float32) for name, residual in state.items()}
+        for chunk, slot in self._chunks():
+            if loaded.keys() & chunk.parameters:
+                residuals = {name: torch.zeros(self._parameters[name].shape) for name in chunk.parameters}
+                if slot.residual is not None:
+                    chunk.write(torch.from_numpy(slot.residual), residuals)
+                slot.residual = chunk.of(residuals | loaded).reshape(-1).numpy().copy()
 
     @property
     def finished(self) -> bool:
@@ -304,9 +316,10 @@ class ParameterClient:
     def _push(self, name: str, grad: torch.Tensor | None) -> None:
         if not self._pushed:
             self._send_groups()
-        self._pushed.add(name)
+        self._pushed[name] = grad
         for chunk, server, slot in self._placed[name]:
-            self._encoder.submit(partial(server.push, slot, None if grad is None else chunk.of(grad), self._step))
+            if self._pushed.keys() >= set(chunk.parameters):
+                self._encoder.submit(partial(server.push, slot, chunk.gradient(self._pushed), self._step))
 
     def _send_groups(self) -> None:
         groups = hyperparameters(self.optimizer)
@@ -334,5 +347,18 @@ class ParameterClient:
 
     def _pull(self, name: str, staleness: int | None = None) -> None:
         allowed = self._job.staleness if staleness is None else staleness
+        values = {each: self._parameters[each].data for chunk, _, _ in self._placed[name] for each in chunk.parameters}
         for chunk, server, slot in self._placed[name]:
-            server.pull(slot, chunk.of(self._parameters[name].data), self._step, staleness=allowed)
+            if not chunk.is_joined:
+                server.pull(slot, chunk.of(values), self._step, staleness=allowed)
+            elif slot.version < self._step:  # not yet pulled with another of its vectors
+                joined = chunk.of(values)
+                server.pull(slot, joined, self._step, staleness=allowed)
+                chunk.write(joined, values)
+
+    def _chunks(self) -> Iterator[tuple[ParameterChunk, ParameterSlot]]:
+        """All chunks with their slots."""
+        for name, placed in self._placed.items():
+            for chunk, _, slot in placed:
+                if chunk.parameters[0] == name:
+                    yield chunk, slot

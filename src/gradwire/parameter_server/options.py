@@ -77,6 +77,9 @@ class TransferOptions:
             default of `Plan`.
         chunk_elements: Size above which a parameter is split into chunks of rows that travel one by one, in elements.
             Only for optimizers that treat each element by itself.
+        join_vectors: Whether vectors, which are sent as they are, are joined to chunks of up to `chunk_elements`
+            elements. All vectors of a chunk must have gradients in the same steps. Only for optimizers that treat each
+            element by itself.
         feedback: Whether residuals are kept and added to later gradients and updates. None leaves this to the
             compressor.
         overlap: If true, the backward pass pushes each gradient as soon as it is computed. If false, `step` pushes
@@ -87,6 +90,7 @@ class TransferOptions:
 
     min_elements: int | None = None
     chunk_elements: int = 1 << 15
+    join_vectors: bool = True
     feedback: bool | None = None
     overlap: bool = True
     fine_grained: bool = True

@@ -7,7 +7,7 @@ Source: 3LC (Lim, Andersen, Kaminsky 2019), section 3: a change is compressed on
 paper keeps an error buffer. Here it follows from parameter and copy, so that it cannot drift. Without feedback, only
 the change of the step is sent, as in the paper. The unit of compression is a chunk: a parameter above 32,768 elements
 (`TransferOptions.chunk_elements`) is cut by rows, and each chunk has its own encode, scale (3LC's M) and step. In
-the paper, this unit is a tensor. What is called a parameter here is such a chunk.
+the paper, this unit is a tensor. Vectors are joined to one chunk. What is called a parameter here is such a chunk.
 """
 
 # Shapes: N = elements of a parameter.

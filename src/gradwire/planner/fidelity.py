@@ -74,8 +74,8 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("onebit", FEW_ENCODES),
     ),
     # Most of a gradient stays in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
-    # after 32 steps; after 20 epochs of a ResNet, 1.1 ± 1.4 points below floats), dgc at 0.1 % (its accuracy needs the published warm-up), dragonn at 63 % of that, with less work
-    # where selecting elements needs prefix sums.
+    # after 32 steps; after 20 epochs of a ResNet, 1.1 ± 1.4 points below floats), dgc at 0.1 % (its accuracy needs the
+    # published warm-up), dragonn at 63 % of that, with less work where selecting elements needs prefix sums.
     "aggressive": (
         RankedCompressor("topk", LISTED),
         RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
