@@ -115,7 +115,9 @@ class Run:
     def ideal(self, rate_bits: float) -> float:
         """Ideal step: the larger of the step without communication and the server's bytes over the rate of its link."""
         compute = statistics.median(worker["compute"] for worker in self.workers)
-        ways = (statistics.fmean(self.bits(way)[FIRST:]) for way in ("pushed", "pulled"))
+        steps = len(self.workers[0]["seconds"])
+        timed = slice(FIRST, steps - (steps - FIRST) % self.local_steps)  # whole exchanges
+        ways = (statistics.fmean(self.bits(way)[timed]) for way in ("pushed", "pulled"))
         return max(compute, *(WORKERS * bits * self.parameters / rate_bits for bits in ways))
 
 

@@ -138,8 +138,11 @@ class Client(EndpointOwner):
 
     def _send_frame(self, kind: FrameKind, body: bytes | np.ndarray) -> None:
         """Send a frame that says no more than its kind and body, if there is a connection."""
-        header = Header(kind, sender=self.rank, epoch=self._epoch)
-        self._endpoint.send(self._server, header, np.frombuffer(body, np.uint8))
+        self._endpoint.send(self._server, *self._frame(kind, body))
+
+    def _frame(self, kind: FrameKind, body: bytes | np.ndarray) -> tuple[Header, np.ndarray]:
+        """A frame that says no more than its kind and body."""
+        return Header(kind, sender=self.rank, epoch=self._epoch), np.frombuffer(body, np.uint8)
 
     def _read_welcome(self, parse: Callable[[bytes], Welcome], body: np.ndarray) -> Welcome | None:
         """Parse the server's answer; None and failure if it cannot be read, since no later one would be better."""

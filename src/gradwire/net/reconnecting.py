@@ -138,28 +138,30 @@ class ReconnectingEndpoint(ConnectionLoop):
         return link
 
     def send(self, peer: int, header: Header, body: np.ndarray, connection: int | None = None) -> bool:
-        """Queue one frame and return at once.
+        """Queue one frame and return at once. See `send_all`."""
+        return self.send_all(peer, (header, body), connection=connection)
+
+    def send_all(self, peer: int, *frames: tuple[Header, np.ndarray], connection: int | None = None) -> bool:
+        """Queue frames, and return at once.
 
         Args:
             peer: Receiver.
-            header: Header of the frame.
-            body: Contiguous uint8 array.
-            connection: Number of the only connection that the frame is for; default: whichever there is.
+            *frames: Header and body of each frame. Bodies are contiguous uint8 arrays.
+            connection: Number of the only connection that the frames are for; default: whichever there is.
 
         Returns:
-            False if the peer is not connected and the frame is dropped.
+            False if the peer is not connected and the frames are dropped.
 
         Raises:
             SyncError: This process is a fork of the one that the endpoint belongs to.
         """
         self.check_process()
-        frame = Outgoing(header, body)
         with self._lock:
             link = self._link(peer, connection)
             if link is None or not link.open or self._closing is not None:
                 return False
-            self.sent_bytes += link.frame_bytes(body.nbytes)
-            self._enqueue(link, frame)
+            self.sent_bytes += sum(link.frame_bytes(body.nbytes) for _, body in frames)
+            self._enqueue(link, *(Outgoing(header, body) for header, body in frames))
         return True
 
     def pause(self, peer: int, paused: bool) -> None:

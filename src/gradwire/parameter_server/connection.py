@@ -57,6 +57,8 @@ class ServerConnection(Client):
         self._values = values
         self._join = join
         self._join_lock = threading.Lock()
+        self._groups_due = False
+        self._awaited: Callable[[], bool] | None = None
         self._welcome: TrainingWelcome | None = None
         self._noticed = False
         self._newest = -1
@@ -86,14 +88,13 @@ class ServerConnection(Client):
         with self._locks[slot.tensor]:
             frame = slot.push(grad, step)
             if frame is not None and self._welcome is not None:
-                self._endpoint.send(self._server, *frame)
+                self._endpoint.send_all(self._server, *self._due_groups(), frame)
 
     def send_groups(self, groups: Groups) -> None:
-        """Send the hyperparameters of the pushes that follow."""
+        """Send the hyperparameters of the pushes that follow, together with the next one."""
         with self._join_lock:
             self._join = replace(self._join, groups=groups)
-            if self._welcome is not None:
-                self._send_groups()
+            self._groups_due = True
 
     def pull(self, slot: ParameterSlot, values: torch.Tensor, version: int, *, staleness: int = 0) -> None:
         """Bring values up to `version`, in place. Waits for it, or for one that is `staleness` updates older.
@@ -144,7 +145,8 @@ class ServerConnection(Client):
                 self.slots[header.tensor].receive(header, body, self._welcome.steps_counted(header.tensor))
                 self._note_result(self.slots[header.tensor].newest)
         with self._changed:
-            self._changed.notify_all()
+            if self._awaited is None or self._awaited():
+                self._changed.notify_all()
 
     def _note_result(self, version: int) -> None:
         """Note a parameter's newest version. Only one beyond all before is a result: a server sends values again."""
@@ -167,9 +169,9 @@ class ServerConnection(Client):
             for slot, lock in zip(self.slots, self._locks):
                 with lock:
                     self._endpoint.send(self._server, *slot.first_values(self._values[slot.config.name]))
-        with self._join_lock:
-            self._send_groups()
-            self._welcome = welcome  # from here on, other threads send too
+        self._groups_due = True
+        self._endpoint.send_all(self._server, *self._due_groups())
+        self._welcome = welcome  # from here on, other threads send too
         for tensor, slot in enumerate(self.slots):
             with self._locks[tensor]:
                 slot.pushed_before(welcome.steps_pushed(tensor))
@@ -180,8 +182,11 @@ class ServerConnection(Client):
     def _parse_welcome(self, body: bytes) -> TrainingWelcome:
         return TrainingWelcome.from_bytes(body, len(self.slots), self._join.config.staleness)
 
-    def _send_groups(self) -> None:
-        self._send_frame(FrameKind.GROUPS, encode_groups(self._join.groups))
+    def _due_groups(self) -> list[tuple[Header, np.ndarray]]:
+        """The frame of hyperparameters that the server does not have yet, if there are any."""
+        with self._join_lock:
+            due, self._groups_due = self._groups_due, False
+            return [self._frame(FrameKind.GROUPS, encode_groups(self._join.groups))] if due else []
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -191,11 +196,13 @@ class ServerConnection(Client):
         self._endpoint.check_process()
         began = time.monotonic()
         with self._changed:
+            self._awaited = ready  # other frames do not wake this thread: waking takes longer than a small frame
             while not ready() and not self.finished:
                 self.check()
                 self._check_lost(what)
                 self._check_stalled(time.monotonic() - began, what)
                 self._changed.wait(0.25)
+            self._awaited = None
 
     def _check_stalled(self, seconds: float, what: str) -> None:
         limit = self._options.stall_timeout.total_seconds()
