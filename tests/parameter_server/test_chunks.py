@@ -66,6 +66,12 @@ def test_vectors_that_travel_together_need_gradients_in_the_same_steps() -> None
         chunk.gradient({**gradients, "d": None})
 
 
+def test_a_chunk_is_complete_with_all_its_vectors() -> None:
+    chunk = ParameterChunk(("a", "b", "c"))
+    assert chunk.is_complete({"a", "b", "c", "d"})
+    assert not any(chunk.is_complete({"a", "b", "c"} - {name}) for name in "abc")
+
+
 def test_servers_get_about_the_same_bytes() -> None:
     parameters = model()
     shares = assign(join_vectors(split(parameters, 35), parameters, 99, lambda chunk: "usual"), parameters, 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,11 @@ class ParameterChunk:
             torch._foreach_copy_(own, list(torch.split(values, [each.numel() for each in own])))
         else:
             self.of(tensors).copy_(values.view(self.of(tensors).shape))
+
+    def is_complete(self, names: Container[str]) -> bool:
+        """Whether all its parameters are among `names`. The ends come first: one of them is the last of a pass."""
+        first, last = self.parameters[0], self.parameters[-1]
+        return first in names and last in names and all(name in names for name in self.parameters)
 
     def gradient(self, gradients: Mapping[str, torch.Tensor | None]) -> torch.Tensor | None:
         """The gradient of this chunk; None if its parameters were not used.

@@ -318,7 +318,7 @@ class ParameterClient:
             self._send_groups()
         self._pushed[name] = grad
         for chunk, server, slot in self._placed[name]:
-            if self._pushed.keys() >= set(chunk.parameters):
+            if chunk.is_complete(self._pushed):
                 self._encoder.submit(partial(server.push, slot, chunk.gradient(self._pushed), self._step))
 
     def _send_groups(self) -> None:
@@ -347,14 +347,14 @@ class ParameterClient:
 
     def _pull(self, name: str, staleness: int | None = None) -> None:
         allowed = self._job.staleness if staleness is None else staleness
-        values = {each: self._parameters[each].data for chunk, _, _ in self._placed[name] for each in chunk.parameters}
         for chunk, server, slot in self._placed[name]:
-            if not chunk.is_joined:
-                server.pull(slot, chunk.of(values), self._step, staleness=allowed)
-            elif slot.version < self._step:  # not yet pulled with another of its vectors
-                joined = chunk.of(values)
-                server.pull(slot, joined, self._step, staleness=allowed)
-                chunk.write(joined, values)
+            if chunk.is_joined and slot.version >= self._step:
+                continue  # pulled with another of its vectors
+            own = {each: self._parameters[each].data for each in chunk.parameters}
+            values = chunk.of(own)
+            server.pull(slot, values, self._step, staleness=allowed)
+            if chunk.is_joined:
+                chunk.write(values, own)
 
     def _chunks(self) -> Iterator[tuple[ParameterChunk, ParameterSlot]]:
         """All chunks with their slots."""
