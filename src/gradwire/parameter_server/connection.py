@@ -197,12 +197,14 @@ class ServerConnection(Client):
         began = time.monotonic()
         with self._changed:
             self._awaited = ready  # other frames do not wake this thread: waking takes longer than a small frame
-            while not ready() and not self.finished:
-                self.check()
-                self._check_lost(what)
-                self._check_stalled(time.monotonic() - began, what)
-                self._changed.wait(0.25)
-            self._awaited = None
+            try:
+                while not ready() and not self.finished:
+                    self.check()
+                    self._check_lost(what)
+                    self._check_stalled(time.monotonic() - began, what)
+                    self._changed.wait(0.25)
+            finally:
+                self._awaited = None
 
     def _check_stalled(self, seconds: float, what: str) -> None:
         limit = self._options.stall_timeout.total_seconds()
