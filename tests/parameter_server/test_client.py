@@ -155,3 +155,14 @@ def test_a_vector_without_a_gradient_is_refused_with_advice_unless_vectors_trave
         train_step(client, 0)
         client.wait()
     assert not client.model.extra.any()
+
+
+@pytest.mark.timeout(120)
+def test_the_residual_of_one_joined_vector_is_loaded_and_leaves_the_others() -> None:
+    with training() as client:
+        client.load_state_dict({"norm.bias": torch.arange(40.0)})
+        client.load_state_dict({"extra": torch.ones(5)})
+        state = client.state_dict()
+    assert torch.equal(state["norm.bias"], torch.arange(40.0))
+    assert torch.equal(state["extra"], torch.ones(5))
+    assert not state["first.bias"].any()
