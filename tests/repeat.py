@@ -5,18 +5,23 @@
 
 The tests are those that docs/reliability.md names under A to D, in all their forms except those marked slow. They run
 on twice as many processes as there are cores, so that the machine is busy. Each end of a test is a line of JSON in
-``record.jsonl``, and each failure's output a file next to it. Runs count for the commit that they were made with; a
-tree with changes counts as another commit.
+``build/repeat/ends.jsonl``, and each failure's output a file next to it. At the start and at the end of a sitting, the
+counts of these lines are added to ``tests/repeated.csv``, which is committed, so that another machine goes on there.
+
+What is asked for is a number of runs since the last one that failed. They may be of several commits, which the record
+names; a tree with changes is named as such. A test that fails is not run again in the same sitting.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import subprocess
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +32,40 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
-Counts = dict[str, Counter[str]]
-"""Of each test, its ends: passed, failed, skipped."""
+RECORD = ROOT / "tests" / "repeated.csv"
+ENDS = ("passed", "failed", "skipped")
+COLUMNS = ("commit", "test", *ENDS, "passed_since_failure")
+
+
+@dataclass
+class Runs:
+    """How the runs of a test ended.
+
+    Attributes:
+        passed: Number of runs that passed.
+        failed: Number of runs that failed.
+        skipped: Number of runs that could not run here.
+        passed_since_failure: Number of runs that passed after the last one that failed.
+    """
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    passed_since_failure: int = 0
+
+    def __add__(self, later: Runs) -> Runs:
+        before = 0 if later.failed else self.passed_since_failure
+        return Runs(
+            self.passed + later.passed,
+            self.failed + later.failed,
+            self.skipped + later.skipped,
+            before + later.passed_since_failure,
+        )
+
+
+ONE = {"passed": Runs(passed=1, passed_since_failure=1), "failed": Runs(failed=1), "skipped": Runs(skipped=1)}
+Counts = dict[str, Runs]
+"""Runs of each test."""
 
 
 def fault_tests() -> list[str]:
@@ -43,7 +80,8 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(git("status", "--porcelain"))
+    changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
+    return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(changed)
 
 
 class Recorder:
@@ -53,19 +91,22 @@ class Recorder:
         folder: Folder of the record.
         of: Commit.
         end: When to stop, by the monotonic clock.
+
+    Attributes:
+        failed: Names of the tests that have failed.
     """
 
     def __init__(self, folder: Path, of: str, end: float) -> None:
         self._folder, self._commit, self._end = folder, of, end
-        self._failed: set[str] = set()
+        self.failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and report.nodeid not in self._failed:
-            self._failed.add(report.nodeid)  # by its first phase that fails; a crashed process has no others
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.add(report.nodeid)  # by its first phase that fails; a crashed process has no others
             self._write(report, "failed", {"output": self._keep(report)})
         elif report.skipped:
             self._write(report, "skipped", {"reason": str(report.longrepr)})
-        elif report.when == "teardown" and report.nodeid not in self._failed:
+        elif report.when == "teardown" and report.nodeid not in self.failed:
             self._write(report, "passed", {})
         if time.monotonic() > self._end:
             pytest.exit("The time is up. Run the command again to go on.", 0)
@@ -79,7 +120,7 @@ class Recorder:
 
     def _write(self, report: pytest.TestReport, ended: str, more: dict[str, str]) -> None:
         row = {"commit": self._commit, "test": report.nodeid, "ended": ended, "at": round(time.time())}
-        with (self._folder / "record.jsonl").open("a") as file:
+        with (self._folder / "ends.jsonl").open("a") as file:
             file.write(json.dumps(row | more) + "\n")
 
 
@@ -93,51 +134,72 @@ class Collector:
         self.names = [item.nodeid for item in session.items]
 
 
-def counts(folder: Path, of: str) -> Counts:
-    """Counts of what the record has of a commit."""
-    found: Counts = defaultdict(Counter)
-    record = folder / "record.jsonl"
-    for line in record.read_text().splitlines() if record.exists() else ():
+def add_ends(folder: Path, record: Path) -> None:
+    """Count the ends that a sitting has left in `folder`, add the counts to the record, and put the ends aside."""
+    ends = folder / "ends.jsonl"
+    if not ends.exists():
+        return
+    found: dict[tuple[str, str], Runs] = defaultdict(Runs)
+    for line in ends.read_text().splitlines():
         row = json.loads(line)
-        if row["commit"] == of:
-            found[row["test"]][row["ended"]] += 1
+        found[row["commit"], row["test"]] += ONE[row["ended"]]
+    is_new = not record.exists()
+    with record.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows({"commit": of, "test": test} | asdict(runs) for (of, test), runs in sorted(found.items()))
+    ends.rename(folder / f"counted-{time.time_ns()}.jsonl")
+
+
+def counts(record: Path) -> Counts:
+    """Runs of each test over all sittings."""
+    found: Counts = defaultdict(Runs)
+    if record.exists():
+        with record.open(newline="") as file:
+            for row in csv.DictReader(file):
+                found[row["test"]] += Runs(**{name: int(row[name]) for name in COLUMNS[2:]})
     return found
 
 
 def table(names: list[str], found: Counts) -> Table:
-    """A line for each test, with all that failed first."""
-    made = Table("test", "passed", "failed", "could not run")
-    for name in sorted(names, key=lambda name: (-found[name]["failed"], name)):
-        made.add_row(name, *(str(found[name][ended]) for ended in ("passed", "failed", "skipped")))
-    total = sum((found[name] for name in names), Counter[str]())
-    made.add_row("all", *(str(total[ended]) for ended in ("passed", "failed", "skipped")), style="bold")
+    """A line for each test, those that failed first."""
+    made = Table("test", "passed", "failed", "could not run", "passed since a failure")
+    for name in sorted(names, key=lambda name: (-found[name].failed, name)):
+        made.add_row(name, *(str(value) for value in asdict(found[name]).values()))
+    total = sum((found[name] for name in names), Runs())
+    made.add_row("all", *(str(getattr(total, name)) for name in ENDS), "", style="bold")
     return made
 
 
 def main(
     runs: Annotated[int, typer.Option(help="Runs of each test, over all sittings.")] = 200,
     hours: Annotated[float, typer.Option(help="Length of this sitting.")] = 1.0,
-    folder: Annotated[Path, typer.Option(help="Folder of the record and of what failed.")] = ROOT / "build" / "repeat",
+    folder: Annotated[Path, typer.Option(help="Folder of a sitting, and of what failed.")] = ROOT / "build" / "repeat",
+    record: Annotated[Path, typer.Option(help="File of the counts of all sittings.")] = RECORD,
     test: Annotated[list[str] | None, typer.Option(help="A test, or a file of tests; may be repeated.")] = None,
     processes: Annotated[int, typer.Option(help="Tests at the same time.")] = 2 * (os.cpu_count() or 1),
 ) -> None:
     """Repeat the tests of faults, and count."""
     folder.mkdir(parents=True, exist_ok=True)
-    of, collector, end = commit(), Collector(), time.monotonic() + 3600 * hours
+    end = time.monotonic() + 3600 * hours
+    collector, recorder = Collector(), Recorder(folder, commit(), end)
     chosen = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *(test or fault_tests())]
     if pytest.main(["--collect-only", "-qq", *chosen], plugins=[collector]) or not collector.names:
         raise typer.Exit(2)
     while time.monotonic() < end:
-        found = counts(folder, of)
-        due = [name for name in collector.names if found[name].total() < runs]
+        add_ends(folder, record)
+        found = counts(record)
+        missing = [name for name in collector.names if found[name].passed_since_failure + found[name].skipped < runs]
+        due = [name for name in missing if name not in recorder.failed]  # what has failed waits for its repair
         if not due:
             break
         options = ["-n", str(processes), "--dist", "loadfile", "--timeout", "400", "--tb", "short", *chosen[:5], *due]
-        if pytest.main(options, plugins=[Recorder(folder, of, end)]) > pytest.ExitCode.TESTS_FAILED:
+        if pytest.main(options, plugins=[recorder]) > pytest.ExitCode.TESTS_FAILED:
             break  # Ctrl-C, or pytest cannot go on
-    found = counts(folder, of)
-    Console(width=200).print(f"Commit {of}:", table(collector.names, found))
-    raise typer.Exit(1 if any(found[name]["failed"] for name in collector.names) else 0)
+    add_ends(folder, record)
+    Console(width=200).print(table(collector.names, counts(record)))
+    raise typer.Exit(1 if recorder.failed else 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repeat import PAGE, ROOT, commit, counts, fault_tests
+from tests.repeat import PAGE, ROOT, Runs, counts, fault_tests
 
 TESTS = """
 import pathlib
@@ -36,18 +36,23 @@ def test_runs_are_counted_over_several_sittings_and_failures_are_kept(tmp_path: 
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
 
+    record = tmp_path / "repeated.csv"
+
     def repeat(runs: int) -> subprocess.CompletedProcess[str]:
-        options = ["--runs", str(runs), "--folder", str(tmp_path / "kept"), "--test", "test_some.py"]
-        command = [sys.executable, "-m", "tests.repeat", *options, "--processes", "1"]
+        places = ["--folder", str(tmp_path / "kept"), "--record", str(record)]
+        options = ["--runs", str(runs), "--test", "test_some.py", "--processes", "1"]
+        command = [sys.executable, "-m", "tests.repeat", *places, *options]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         return subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
 
     assert repeat(2).returncode == 0
     found = repeat(4)
     assert found.returncode == 1, found.stdout
-    assert repeat(4).returncode == 1, "nothing is due, and what has failed stays so"
-    by_name = counts(tmp_path / "kept", commit())
-    assert by_name["test_some.py::test_that_passes"] == {"passed": 4}
-    assert by_name["test_some.py::test_that_fails_now_and_then"] == {"passed": 3, "failed": 1}
+    assert counts(record) == {
+        "test_some.py::test_that_passes": Runs(4, 0, 0, 4),
+        "test_some.py::test_that_fails_now_and_then": Runs(2, 1, 0, 0),
+    }
     [kept] = (tmp_path / "kept").glob("*.txt")
     assert "once in three" in kept.read_text()
+    assert repeat(2).returncode == 0, "the one that failed starts over"
+    assert counts(record)["test_some.py::test_that_fails_now_and_then"] == Runs(4, 1, 0, 2)
