@@ -29,8 +29,7 @@ KINDS: dict[str, type[Job]] = {each.kind: each for each in (Mesh, ParameterServe
 SETTLED_SECONDS = 10.0  # from this age on, a process has all its threads and descriptors
 LONG_SECONDS = 120.0  # from this age on, its memory must have stopped growing
 MAX_BYTES_AN_HOUR = 64 << 20
-# The connections of all four peers may be lost in one part of a job, and there in another.
-MOST_MORE = {"threads": 2, "descriptors": 4}
+MOST_MORE = 2  # threads or descriptors that come and go, such as those of a connection that is made again
 
 
 @dataclass
@@ -70,7 +69,7 @@ def check_growth(vitals: Vitals) -> None:
     quarter = len(vitals.seconds) // 4
     for name, values in (("threads", vitals.threads), ("descriptors", vitals.descriptors)):
         early, late = max(values[quarter : 2 * quarter]), max(values[-quarter:])
-        if late > early + MOST_MORE[name]:
+        if late > early + MOST_MORE:
             raise BrokenPromiseError(f"{vitals.name}: {name} grew from {early} to {late}.")
     if vitals.duration >= LONG_SECONDS and (slope := vitals.slope(vitals.memory)) > MAX_BYTES_AN_HOUR:
         raise BrokenPromiseError(f"{vitals.name}: memory grows by {slope / 2**20:.0f} MB an hour.")

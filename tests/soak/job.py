@@ -145,6 +145,11 @@ class Host:
         """Whether it has ended, and everything that it said was heard."""
         return "gone" in self.last
 
+    @property
+    def at_work(self) -> bool:
+        """Whether it has started and has not ended."""
+        return "ready" in self.last and not self.last.keys() & {"end", "gone"}
+
     def signal(self, number: int) -> None:
         """Send a signal, if the process is there."""
         if self.process.poll() is None:
@@ -250,7 +255,7 @@ class Job(ABC):
     def step(self) -> int:
         """Steps that all workers have done."""
         workers = (host for host in self.hosts.values() if host.host >= self.num_servers)
-        return min(int(host.last.get("step", 0)) for host in workers)
+        return min((int(host.last.get("step", 0)) for host in workers), default=0)
 
     def until(self, done: Any, seconds: float = START) -> None:
         """Listen until something holds.
@@ -291,16 +296,15 @@ class Job(ABC):
             self.until(lambda: victim.gone)
 
     def _tend(self) -> None:
-        """Let frozen processes go on, and read vitals twice a second."""
+        """Let frozen processes go on, and read vitals twice a second, while all are at work."""
         now = time.monotonic()
         for entry in [entry for entry in self._thawing if entry[0] <= now]:
             self._thawing.remove(entry)
             entry[1].signal(signal.SIGCONT)
-        if now >= self._read_at:
+        if now >= self._read_at and self.step and all(host.at_work for host in self.hosts.values()):
             self._read_at = now + 0.5
             for host in self.hosts.values():
-                if "ready" in host.last:
-                    host.vitals.read(host.process.pid)
+                host.vitals.read(host.process.pid)
 
     def _state(self) -> str:
         for host in self.hosts.values():
