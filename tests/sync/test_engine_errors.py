@@ -14,6 +14,7 @@ import pytest
 
 from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
 from gradwire.sync import engine as engine_module
+from gradwire.sync import waits
 from gradwire.sync.run import Run
 from gradwire.wire.frame import HEADER_BYTES
 from tests.net.recorder import until
@@ -111,7 +112,7 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> Non
 
 def test_an_operation_that_does_not_end_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for, and the engine's only thread is in the operation."""
-    monkeypatch.setattr(engine_module, "_FUTURE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "FUTURE_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(engine_module, "_LOOK_SECONDS", 0.1)
     go_on = threading.Event()
     with setup(stall=0.3) as made:
@@ -367,7 +368,7 @@ def test_a_rank_that_lacks_a_first_stage_is_blamed_before_a_rank_that_waits_for_
 
 
 def test_a_future_that_never_ends_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_FUTURE_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "FUTURE_GRACE_SECONDS", 0.2)
     with setup(stall=0.3) as made:
         made.engine.run(asking(name="fc.weight", round=3))
         error = failure_of(made.engine)

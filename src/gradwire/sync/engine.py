@@ -20,7 +20,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -32,27 +32,22 @@ import numpy as np
 from gradwire.compressors.base.registry import DENSE_NAME, code
 from gradwire.core import threads as core_threads
 from gradwire.core.buffers import MIN_BYTES
-from gradwire.core.errors import FrameError, SyncError
+from gradwire.core.errors import SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
 from gradwire.net.transport import Callbacks, Transport
-from gradwire.sync.chunk import Chunk
-from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stalled, stuck, thread_gone
+from gradwire.sync.early_frames import EarlyFrames
+from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stuck, thread_gone
 from gradwire.sync.operations import FrameKey, Op
 from gradwire.sync.run import Run
-from gradwire.wire.frame import HEADER_BYTES, Header
+from gradwire.sync.waits import FINISH, FUTURE_GRACE_SECONDS, LOAD, Waits, lacks, op_of
+from gradwire.wire.frame import Header
 from gradwire.wire.payload import Payload
 
 logger = logging.getLogger("gradwire")
 
-_FRAME_GRACE_SECONDS = 1.0
-_FUTURE_GRACE_SECONDS = 10.0  # the code behind a future has its own deadline, and knows better which rank is late
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0  # how often a thread that waits for all runs looks for what nobody else could tell it
-
-_NOTHING = Chunk(0, 0, 0)
-_LOAD, _FINISH = -2, -1  # in place of the index of an operation: the gradients are being copied, and all has ended
-_STANDINS = {_LOAD: Op("recv", "load", _NOTHING), _FINISH: Op("merge", "finish", _NOTHING)}
 
 
 def default_threads() -> int:
@@ -76,7 +71,7 @@ class Engine:
 
     Attributes:
         error: The error that ended the engine, or None.
-        early_bytes_limit: See above; may be raised later.
+        early_frames: Frames that came before their run has begun.
     """
 
     def __init__(
@@ -92,7 +87,7 @@ class Engine:
     ) -> None:
         self.transport = transport
         self.error: SyncError | None = None
-        self.early_bytes_limit = early_bytes_limit
+        self.early_frames = EarlyFrames(transport.world_size, early_bytes_limit)
         self._admit = admit
         self._events = events
         self._stall_seconds = stall_timeout.total_seconds()
@@ -104,12 +99,8 @@ class Engine:
         self._ready: list[tuple[int, int, int, Run, int]] = []
         self._order = itertools.count()
         self._active: set[Run] = set()
-        self._receiving: dict[tuple[int, int], Run] = {}  # by round and tensor: runs that have frames to receive
-        self._early_frames: dict[tuple[int, int], dict[FrameKey, Payload]] = {}
-        self._early_bytes = [0] * transport.world_size
-        self._awaited: dict[tuple[Run, int], float] = {}  # futures that are not done, and frames that lend memory
+        self._waits = Waits(self._stall_seconds)
         self._lost_peers: list[int] = []  # peers that left without a closing message
-        self._check_at = 0.0  # when to look for stalls next, in seconds of the monotonic clock
         self._closing = False
         self._aborting: threading.Thread | None = None
         callbacks = Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed, self._destination)
@@ -141,7 +132,7 @@ class Engine:
                 if loading is None:
                     self._start(run)
                 else:
-                    self._await_future(run, _LOAD, loading)
+                    self._await_future(run, LOAD, loading)
                 return
         self._raise_if_failed()
         raise closed()
@@ -154,18 +145,17 @@ class Engine:
             self._push(run, index)
         if operations.recvs:
             name = run.round, run.fields.tensor
-            assert name not in self._receiving, "a round has one run for a tensor"
-            self._receiving[name] = run
-            for key, payload in self._early_frames.pop(name, {}).items():
-                self._early_bytes[key.peer] -= HEADER_BYTES + payload.body.nbytes
+            assert name not in self._waits.receiving, "a round has one run for a tensor"
+            self._waits.receiving[name] = run
+            for key, payload in self.early_frames.take(name).items():
                 self._receive(run, operations.recvs[key], payload)
             for peer in operations.senders:
                 error = self.transport.departed(peer)
-                if error is not None and self._lacks(run, peer):
+                if error is not None and lacks(run, peer):
                     self.fail(error)
                     return
         if not operations.ops:
-            self._push(run, _FINISH)
+            self._push(run, FINISH)
         self._work.notify()  # a thread may have waited for nothing, and must look for stalls now
 
     @property
@@ -205,13 +195,13 @@ class Engine:
         gone = next((thread for thread in self._threads if not thread.is_alive()), None)
         if gone is not None:
             self.fail(thread_gone(gone.name))
-        elif waited > self._stall_seconds + 2 * _FUTURE_GRACE_SECONDS:
+        elif waited > self._stall_seconds + 2 * FUTURE_GRACE_SECONDS:
             self.fail(stuck(min(self._active, key=lambda run: run.started), waited))
 
     def longest_wait(self) -> Waiting | None:
         """Return what has waited longest, for people to look at. Any thread may ask; it looks at all that waits."""
         with self._work:
-            return min(self._waiting(), key=lambda each: each.started, default=None)
+            return min(self._waits, key=lambda each: each.started, default=None)
 
     def lost_peer(self) -> SyncError | None:
         """Return the error of the engine, or of a peer that is gone, whether or not a run waits for it."""
@@ -232,7 +222,7 @@ class Engine:
         with self._work:
             if self.error is not None or self._closing:
                 return
-            self.error = error = located(error, list(self._waiting()))
+            self.error = error = located(error, list(self._waits))
             reason = str(error)
             tensor, detail = error.tensor or "", {"message": reason}
             try:
@@ -243,9 +233,8 @@ class Engine:
             abandoned = list(self._active)
             self._active.clear()
             self._ready.clear()
-            self._receiving.clear()
-            self._early_frames.clear()
-            self._awaited.clear()
+            self.early_frames.clear()
+            self._waits.clear()
             self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             abort = partial(self._abort, error, reason, abandoned)
@@ -276,19 +265,14 @@ class Engine:
 
     def _check_header(self, peer: int, header: Header) -> None:
         self._admit(header)
-        early = self._early_bytes[peer] + HEADER_BYTES + header.length
-        if early > self.early_bytes_limit:
-            raise FrameError(
-                f"Rank {peer} is more than a step ahead: it has sent {early} bytes in frames that nothing waits for "
-                f"(limit {self.early_bytes_limit}). Submit the same tensors in the same order on every rank."
-            )
+        self.early_frames.check(peer, header)
 
     def _destination(self, peer: int, header: Header) -> np.ndarray | None:
         """Return where the body of a large frame is needed, so that nothing holds or copies it."""
         if header.length < MIN_BYTES:
             return None
         with self._work:
-            run = self._receiving.get((header.round, header.tensor))
+            run = self._waits.receiving.get((header.round, header.tensor))
             index = None if run is None else run.operations.recvs.get(_key_of(peer, header))
             if run is None or index is None or not (run.pending[index] and run.operations.overwrites[index]):
                 return None
@@ -298,7 +282,7 @@ class Engine:
         name, key = (header.round, header.tensor), _key_of(peer, header)
         payload = Payload.received(body, header.flags, header.sender)
         with self._work:
-            run = self._receiving.get(name)
+            run = self._waits.receiving.get(name)
             index = None if run is None else run.operations.recvs.get(key)
             if run is not None and index is not None:
                 if run.pending[index]:
@@ -306,12 +290,8 @@ class Engine:
                 else:
                     self.fail(sent_twice(header))
                 return
-            early = self._early_frames.setdefault(name, {})
-            if key in early:
+            if not self.early_frames.keep(name, key, payload):
                 self.fail(sent_twice(header))
-                return
-            early[key] = payload
-            self._early_bytes[peer] += HEADER_BYTES + body.nbytes  # an empty body costs memory too
 
     def _receive(self, run: Run, index: int, payload: Payload) -> None:
         """End a `recv`. Holds the lock."""
@@ -325,14 +305,7 @@ class Engine:
         with self._work:
             if not said_goodbye:
                 self._lost_peers.append(peer)
-            ops = [_op(run, index) for run, index in self._awaited if index != _LOAD]
-            # A future may depend on every rank, but the code behind it learns of closing messages itself.
-            awaits = any(op.peer == peer or (op.peer is None and self._lost_peers) for op in ops)
-            return awaits or any(self._lacks(run, peer) for run in self._receiving.values())
-
-    def _lacks(self, run: Run, peer: int) -> bool:
-        """Whether a run waits for a frame of `peer`."""
-        return any(key.peer == peer and run.pending[index] for key, index in run.operations.recvs.items())
+            return self._waits.need(peer, bool(self._lost_peers))
 
     def _record(self, run: Run, index: int, kind: str, start: float, nbytes: int) -> None:
         operations = run.operations
@@ -362,8 +335,8 @@ class Engine:
         run.remaining -= 1
         if run.remaining == 0:
             if operations.recvs:
-                del self._receiving[run.round, run.fields.tensor]
-            self._push(run, _FINISH)
+                del self._waits.receiving[run.round, run.fields.tensor]
+            self._push(run, FINISH)
 
     def _loop(self) -> None:
         # With several threads, each kernel keeps to its own.
@@ -376,13 +349,13 @@ class Engine:
                 while not self._ready:
                     if self._closing:
                         return
-                    self._work.wait(self._seconds_to_check())
+                    self._work.wait(self._waits.seconds_to_check())
                     self._check_stalls()
                 *_, run, index = heapq.heappop(self._ready)
             self._execute(run, index)
 
     def _execute(self, run: Run, index: int) -> None:
-        if index == _FINISH:
+        if index == FINISH:
             self._finish(run)
             return
         op, start = run.operations.ops[index], time.monotonic()
@@ -392,7 +365,7 @@ class Engine:
                 result = getattr(run.codec, op.call)(op.chunk, inputs, op.stage)
             elif run.lends(inputs[0]):
                 with self._work:
-                    self._awaited[run, index] = start
+                    self._waits.awaited[run, index] = start
                     self._work.notify()
                 self._send(run, op, inputs[0], partial(self._on_sent, run, index))
                 return
@@ -438,14 +411,14 @@ class Engine:
     def _on_sent(self, run: Run, index: int) -> None:
         """End a send whose payload is not needed any more. Runs on any thread."""
         with self._work:
-            if self._awaited.pop((run, index), None) is not None and not self._closing:
+            if self._waits.awaited.pop((run, index), None) is not None and not self._closing:
                 self._end(run, index)
 
     def _finish(self, run: Run) -> None:
         try:
             run.finish()
         except BaseException as error:
-            self.fail(raised(error, run, _STANDINS[_FINISH]))
+            self.fail(raised(error, run, op_of(run, FINISH)))
             return
         with self._work:
             self._active.discard(run)
@@ -455,9 +428,9 @@ class Engine:
 
     def _await_future(self, run: Run, index: int, future: Future[Any]) -> None:
         """End an operation, or start a run, when a future is done. Holds the lock."""
-        self._awaited[run, index] = time.monotonic()
+        self._waits.awaited[run, index] = time.monotonic()
         self._work.notify()
-        error = self.transport.departed(self._lost_peers[0]) if self._lost_peers and index != _LOAD else None
+        error = self.transport.departed(self._lost_peers[0]) if self._lost_peers and index != LOAD else None
         if error is not None:
             self.fail(error)
         future.add_done_callback(lambda done: self._on_future_done(run, index, done))
@@ -466,13 +439,13 @@ class Engine:
         """Take the result of a future that is done. Runs on any thread."""
         error = future.exception(0)
         if error is not None:
-            self.fail(raised(error, run, _op(run, index)))
+            self.fail(raised(error, run, op_of(run, index)))
             return
         with self._work:
-            started = self._awaited.pop((run, index), None)
+            started = self._waits.awaited.pop((run, index), None)
             if started is None or self.error is not None or self._closing:
                 return
-            if index == _LOAD:
+            if index == LOAD:
                 self._start(run)
                 return
             run.results[index] = future.result(0)
@@ -481,64 +454,22 @@ class Engine:
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
-    def _waiting(self) -> Iterator[Waiting]:
-        """Yield what waits for a frame, for a reply or for gradients. Holds the lock."""
-        for run in self._receiving.values():
-            for index in run.operations.recvs.values():
-                if run.pending[index]:
-                    yield Waiting(run, run.operations.ops[index], run.started)
-        for (run, index), started in self._awaited.items():
-            yield Waiting(run, _op(run, index), started)
-
-    def _seconds_to_check(self) -> float:
-        """Seconds until the next check for stalls. Holds the lock."""
-        if not self._receiving and not self._awaited:
-            return core_threads.WAKE_SECONDS
-        return max(0.0, self._check_at - time.monotonic())
-
     def _check_stalls(self) -> None:
-        """Fail if a frame or a future is late. Nearly every frame calls it, so it checks at most once per interval.
-
-        Holds the lock.
-        """
-        now = time.monotonic()
-        if now < self._check_at:
-            return
-        self._check_at = now + min(1.0, self._stall_seconds / 4)
-        waiting = list(self._waiting())
-        frames, futures = ([each for each in waiting if (each.op.peer is None) == is_future] for is_future in (0, 1))
-        if futures:
-            self._check_stall(min(futures, key=lambda each: each.started), _FUTURE_GRACE_SECONDS)
-        if frames:
-            # A frame of stage 0 depends on its sender alone, so a missing one proves that the sender is late. A rank
-            # that lacks only later stages gives ranks that know more some time to report who is late.
-            oldest = min(frames, key=lambda each: (each.op.stage, each.started))
-            self._check_stall(oldest, _FRAME_GRACE_SECONDS if oldest.op.stage else 0.0)
-
-    def _check_stall(self, waiting: Waiting, grace: float) -> None:
-        waited = time.monotonic() - waiting.started
-        if self.error is None and waited > self._stall_seconds + grace:
-            self.fail(stalled(waiting, waited, self._stall_seconds))
+        """Fail if a frame or a future is late. Holds the lock."""
+        error = self._waits.stalled()
+        if error is not None:
+            self.fail(error)
 
     def _state(self) -> dict[str, Any]:
         """Return the state for the flight recorder. Holds the lock."""
-        now = time.monotonic()
         return {
             "active": sorted(run.name for run in self._active),
-            "waiting": [
-                {"tensor": run.name, "phase": op.phase, "rank": op.peer, "round": run.round, "seconds": now - started}
-                for run, op, started in sorted(self._waiting(), key=lambda each: each.started)
-            ],
+            "waiting": self._waits.described(),
             "sent_bytes": list(self.transport.sent_bytes),
             "received_bytes": list(self.transport.received_bytes),
-            "early_bytes": list(self._early_bytes),
+            "early_bytes": list(self.early_frames.nbytes),
         }
 
 
 def _key_of(peer: int, header: Header) -> FrameKey:
     return FrameKey(peer, header.kind, header.stage, header.partition)
-
-
-def _op(run: Run, index: int) -> Op:
-    """Return an operation for messages."""
-    return run.operations.ops[index] if index >= 0 else _STANDINS[index]

@@ -229,7 +229,7 @@ class Synchronizer(Peers):
     def _agree_on(self, specs: Mapping[str, TensorSpec]) -> None:
         """Agree with all ranks on tensors and their entries, and connect to the services that these need."""
         if self._engine is not None:
-            self._engine.early_bytes_limit = self._tensors.early_bytes_limit()
+            self._engine.early_frames.limit = self._tensors.early_bytes_limit()
         self._agree({"tensors": self._tensors.describe(specs)})
         self._connect_services(self._tensors)
 
