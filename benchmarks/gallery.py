@@ -259,28 +259,43 @@ def gcomp_bytes(axes: Any, theme: Palette) -> None:
 
 
 def threelc_accuracy(axes: Any, theme: Palette) -> None:
-    """Bits and accuracy of the designs that 3LC compares (its tables 1 and 2)."""
-    designs = list(dict.fromkeys(row["method"] for row in rows("threelc", metric="accuracy", share="1.0")))
-    for design in designs:
-        wanted = {"method": design, "share": "1.0", "steps": "200"}
-        bits = [
-            statistics.fmean(float(row["value"]) for row in rows("threelc", metric=metric, **wanted))
-            for metric in ("bits_pushed", "bits_pulled")
-        ]
-        last = max(int(row["step"] or 0) for row in rows("threelc", metric="accuracy", **wanted))
-        accuracy = [
-            100 * float(row["value"])
-            for row in rows("threelc", metric="accuracy", **wanted)
-            if int(row["step"] or 0) == last
-        ]
-        ours = design.startswith("3LC")
-        axes[0].plot(sum(bits), statistics.fmean(accuracy), "o", color=theme.colors[0] if ours else theme.dense)
-        axes[0].annotate(
-            design, (sum(bits), statistics.fmean(accuracy)), (5, 4), textcoords="offset points", fontsize=8
+    """Accuracy of the designs that 3LC compares, by bits and by time, over trainings of 20 epochs."""
+
+    def mean(name: str, **wanted: str) -> float:
+        return statistics.fmean(float(row["value"]) for row in rows(name, **wanted))
+
+    whole = {"share": "1.0", "learning_rate": "0.2"}
+    found = rows("threelc-epochs", metric="accuracy", **whole)
+    compared = {row["method"] for row in rows("threelc", metric="step")}
+    bits, times = axes
+    for design in sorted({row["method"] for row in found} & compared):
+        wanted = whole | {"method": design}
+        sent = sum(mean("threelc-epochs", metric=f"bits_{way}_at", **wanted) for way in ("pushed", "pulled"))
+        accuracies = [100 * float(row["value"]) for row in found if row["method"] == design]
+        ours, middle = design.startswith("3LC"), statistics.fmean(accuracies)
+        color = theme.colors[0] if ours else theme.dense
+        bits.vlines(sent, min(accuracies), max(accuracies), color=color)
+        bits.plot(sent, middle, "o", color=color, markersize=5)
+        place, side = ((-6, -3), "right") if ours else ((6, -9 if design.startswith("5%") else -1), "left")
+        bits.annotate(design, (sent, middle), place, textcoords="offset points", fontsize=8, ha=side)
+    logarithmic(bits, [1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64 bits"])
+    bits.set_xlim(0.2, 250)
+    bits.set_title("test accuracy in %, by bits per parameter", loc="left")
+    shown = ("32-bit float", "8-bit int", "MQE 1-bit int", "3LC (s=1.00)")
+    for design, color in zip(shown, (theme.dense, *theme.colors[1:3], theme.colors[0])):
+        minutes = mean("threelc", metric="step", method=design, rate="10mbit") / 60
+        course: dict[int, list[float]] = {}
+        for row in rows("threelc-epochs", metric="accuracy_at", method=design, **whole):
+            course.setdefault(int(row["step"]), []).append(100 * float(row["value"]))
+        times.plot(
+            [minutes * step for step in sorted(course)],
+            [statistics.fmean(course[step]) for step in sorted(course)],
+            color=color,
+            label=design,
         )
-    logarithmic(axes[0], [1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64 bits"])
-    axes[0].set_xlim(0.6, 120)
-    axes[0].set_title("test accuracy in %, by bits pushed and pulled per parameter and step", loc="left")
+    logarithmic(times, [1, 10, 100, 1000], ["1", "10", "100", "1,000 minutes"])
+    times.legend(fontsize=8, loc="lower right")
+    times.set_title("accuracy by time at 10 Mb/s", loc="left")
 
 
 def balanced_sums(axes: Any, theme: Palette) -> None:
@@ -331,7 +346,7 @@ PICTURES = {
     "thc-workers": Picture(2, (9, 3.2), thc_workers),
     "thc-simulated": Picture(3, (9, 3.4), thc_simulated),
     "gcomp-bytes": Picture(1, (9, 3.2), gcomp_bytes),
-    "threelc": Picture(1, (9, 3.8), threelc_accuracy),
+    "threelc": Picture(2, (9, 3.8), threelc_accuracy),
     "balanced-sums": Picture(2, (9, 3.2), balanced_sums),
     "kernels": Picture(1, (9, 3.4), kernels),
 }

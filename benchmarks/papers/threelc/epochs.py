@@ -2,7 +2,8 @@
 
 `--data` is CIFAR-10 as images, see `benchmarks.data.cifar`. Four workers and a parameter server are simulated in one
 process (`simulated_server`): codecs, residuals and the server's optimizer are those of a job, and only the network is
-missing, since it does not change what is learned. Step times are those of `training`.
+missing, since it does not change what is learned. Step times are those of `training`, whose model has 308 thousand
+parameters instead of 272 thousand.
 
 Each training is written as it ends, and none is repeated, so the command may be stopped and started again at any time.
 With `--minutes`, no training starts after that time. `rates` trains the float baseline for a few learning rates, of
@@ -31,6 +32,7 @@ import torch
 import typer
 from torch.nn import functional
 
+from benchmarks.catalog import RESULTS
 from benchmarks.data.cifar import ResNet, Split, load
 from benchmarks.intervals import interval
 from benchmarks.keys import key_of
@@ -38,7 +40,9 @@ from benchmarks.options import Cifar10, Seeds, choose, listed
 from benchmarks.papers.threelc import training
 from benchmarks.papers.threelc.gradients import OnCpu, OnGpu
 from benchmarks.papers.threelc.simulated_server import Exchange, SimulatedServer
-from benchmarks.plotting import figure
+from benchmarks.plotting import figure, plain_numbers
+from gradwire.bench.records import read_figures
+from gradwire.bench.table import rate_text
 
 WORKERS, BATCH, EPOCHS = 4, 32, 20
 RATE, LAST_RATE, MOMENTUM, DECAY = 0.2, 0.01, 0.9, 1e-4
@@ -289,12 +293,23 @@ def mean_bits(rows: Sequence[Row], label: str, way: str) -> float:
     return statistics.fmean(row["value"] for row in rows if all(row[key] == value for key, value in wanted.items()))
 
 
+def course(rows: Sequence[Row], label: str, metric: str) -> list[tuple[int, float]]:
+    """Step and value of a metric in the course of whole trainings, mean of the seeds."""
+    wanted = {"method": label, "metric": metric, "share": 1.0, "learning_rate": RATE}
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if all(row[key] == value for key, value in wanted.items()):
+            found.setdefault(row["step"], []).append(row["value"])
+    return [(step, statistics.fmean(each)) for step, each in sorted(found.items())]
+
+
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Plot accuracy by share of the steps, and accuracy and residuals in the course of a training."""
+    """Plot accuracy by share of the steps, accuracy and residuals in the course of a training, and accuracy by time."""
     colors = [f"C{index}" for index in range(10)] + ["#1f2933", "#9aa5b1", "#5a3d8a", "#b08900"]
+    designs = dict(zip((*DESIGNS, *WHY), colors))
     with figure(folder / "threelc-epochs.svg", columns=3, size=(15, 4.4)) as axes:
-        shares, course, left = axes[0]
-        for design, color in zip((*DESIGNS, *WHY), colors):
+        shares, accuracies, residuals = axes[0]
+        for design, color in designs.items():
             points = [
                 (100 * share, 100 * statistics.fmean(found.values()))
                 for share in (*SHARES, 1.0)
@@ -302,13 +317,26 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
             ]
             if points:
                 shares.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=color)
-            for axis, metric in ((course, "accuracy_at"), (left, "residual_push")):
-                wanted = {"method": design.label, "metric": metric, "seed": 0, "share": 1.0, "learning_rate": RATE}
-                curve = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-                if curve:
-                    factor = 100 if axis is course else 1
-                    axis.plot([row["step"] for row in curve], [factor * row["value"] for row in curve], color=color)
+            for axis, metric in ((accuracies, "accuracy_at"), (residuals, "residual_push")):
+                if points := course(rows, design.label, metric):
+                    axis.plot(*zip(*points), color=color)
         shares.set(xlabel="share of the steps, %", ylabel="test accuracy, %")
         shares.legend(fontsize=7)
-        course.set(xlabel="step", ylabel="accuracy on every fifth test image, %")
-        left.set(xlabel="step", ylabel="norm of a worker's residual")
+        accuracies.set(xlabel="step", ylabel="accuracy on every fifth test image")
+        residuals.set(xlabel="step", ylabel="norm of a worker's residual")
+    timed = read_figures(RESULTS / "threelc.csv")
+    with figure(folder / "threelc-epochs-time.svg", columns=3, size=(15, 4.4), sharey=True) as axes:
+        for axis, rate in zip(axes[0], training.SHORT_STEPS):
+            for design, color in designs.items():
+                seconds = training.values(timed, design.label, "step", rate)
+                points = [
+                    (step * statistics.fmean(seconds) / 60, 100 * value)
+                    for step, value in course(rows, design.label, "accuracy_at")
+                    if seconds
+                ]
+                if points:
+                    axis.plot(*zip(*points), label=design.label, color=color)
+            axis.set(xscale="log", xlabel=f"minutes at {rate_text(rate)}")
+            plain_numbers(axis.xaxis)
+        axes[0][0].set_ylabel("accuracy on every fifth test image, %")
+        axes[0][0].legend(fontsize=7)
