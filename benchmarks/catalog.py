@@ -103,7 +103,7 @@ _MICRO = (
     Benchmark(
         "server-link",
         "How busy is a parameter server's link, how do workers share it, and what do receive buffers change?",
-        "micro.server_link", recorded=False,
+        "micro.server_link",
     ),
     Benchmark(
         "aggregation-server", "How many bytes a second does an aggregation server add on one core, over TCP and UDP?",

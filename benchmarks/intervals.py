@@ -11,7 +11,9 @@ _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t, which is NaN for fewer than two values."""
+    """Mean, and half of its 95 % interval by Student's t, which is NaN for fewer than two values. NaN if one is NaN."""
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan
     if len(values) < 2:
         return sum(values) / len(values) if values else math.nan, math.nan
     return statistics.fmean(values), _T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))

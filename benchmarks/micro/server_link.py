@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -217,6 +218,8 @@ def table(rows: Sequence[Row]) -> str:
 
         def cell(metric: str, unit: float, mine: Sequence[Row] = mine) -> str:
             mean, half = interval([unit * row["value"] for row in mine if row["metric"] == metric])
+            if math.isnan(mean):
+                return "–"  # the link is never busy for a whole window
             return f"{mean:.3g} ± {half:.2g}"
 
         busy = f"{cell('busy_push', 100)}, {cell('busy_pull', 100)}"

@@ -38,3 +38,5 @@ def test_the_table_has_intervals_over_the_runs() -> None:
     fixed = {"rate": "100mbit", "method": "none", "case": "as is"}
     rows = [{**fixed, "run": run, "metric": metric, "value": 1.0 + run} for run in range(3) for metric in METRICS]
     assert "| 100mbit | none | as is | 2e+03 ± 2.5e+03 | 2 ± 2.5 |" in table(rows)
+    never_busy = [{**row, "value": math.nan} if row["metric"] == "fairness_pull" else row for row in rows]
+    assert "2 ± 2.5 | – | 200 ± 2.5e+02, 200 ± 2.5e+02" in table(never_busy)

@@ -149,8 +149,10 @@ class ParameterServer(Server):
 
     def _note_queued(self, peer: int, num_bytes: int) -> None:
         with self._queue_lock:
-            self._queued_bytes[peer] += num_bytes
-            self._endpoint.pause(peer, self._queued_bytes[peer] > MAX_QUEUED_BYTES)
+            before = self._queued_bytes[peer]
+            self._queued_bytes[peer] = now = before + num_bytes
+            if before > MAX_QUEUED_BYTES or now > MAX_QUEUED_BYTES:
+                self._endpoint.pause(peer, now > MAX_QUEUED_BYTES)
 
     # -- the loop --------------------------------------------------------------------------------------------
 

@@ -99,10 +99,11 @@ class Round:
 
     def due(self, needed: int, present: Collection[int]) -> bool:
         """Whether the step can be closed: enough have pushed, and no present worker has missed too much."""
+        pushes = self.pushes
+        if len(pushes) < needed:
+            return False
         behind = np.flatnonzero(self.version - 1 - self.counted >= MAX_MISSES).tolist()
-        return len(self.pushes) >= needed and not any(
-            worker in present and worker not in self.pushes for worker in behind
-        )
+        return not any(worker in present and worker not in pushes for worker in behind)
 
     def close(self, counted: list[int]) -> None:
         """Begin the next step; `counted` are the workers whose gradients are in the update."""
