@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.accuracy.summary import Findings
 from benchmarks.catalog import RESULTS
+from benchmarks.papers.threelc import epochs, training
 from gradwire.bench.records import read_figures
 
 FOLDER = Path("docs/images")
@@ -260,18 +261,11 @@ def gcomp_bytes(axes: Any, theme: Palette) -> None:
 
 def threelc_accuracy(axes: Any, theme: Palette) -> None:
     """Accuracy of the designs that 3LC compares, by bits and by time, over trainings of 20 epochs."""
-
-    def mean(name: str, **wanted: str) -> float:
-        return statistics.fmean(float(row["value"]) for row in rows(name, **wanted))
-
-    whole = {"share": "1.0", "learning_rate": "0.2"}
-    found = rows("threelc-epochs", metric="accuracy", **whole)
-    compared = {row["method"] for row in rows("threelc", metric="step")}
+    found, timed = read_figures(RESULTS / "threelc-epochs.csv"), read_figures(RESULTS / "threelc.csv")
     bits, times = axes
-    for design in sorted({row["method"] for row in found} & compared):
-        wanted = whole | {"method": design}
-        sent = sum(mean("threelc-epochs", metric=f"bits_{way}_at", **wanted) for way in ("pushed", "pulled"))
-        accuracies = [100 * float(row["value"]) for row in found if row["method"] == design]
+    for design in sorted(each.label for each in epochs.DESIGNS):
+        sent = sum(epochs.mean_bits(found, design, way) for way in ("pushed", "pulled"))
+        accuracies = [100 * each for each in epochs.values(found, design).values()]
         ours, middle = design.startswith("3LC"), statistics.fmean(accuracies)
         color = theme.colors[0] if ours else theme.dense
         bits.vlines(sent, min(accuracies), max(accuracies), color=color)
@@ -283,16 +277,9 @@ def threelc_accuracy(axes: Any, theme: Palette) -> None:
     bits.set_title("test accuracy in %, by bits per parameter", loc="left")
     shown = ("32-bit float", "8-bit int", "MQE 1-bit int", "3LC (s=1.00)")
     for design, color in zip(shown, (theme.dense, *theme.colors[1:3], theme.colors[0])):
-        minutes = mean("threelc", metric="step", method=design, rate="10mbit") / 60
-        course: dict[int, list[float]] = {}
-        for row in rows("threelc-epochs", metric="accuracy_at", method=design, **whole):
-            course.setdefault(int(row["step"]), []).append(100 * float(row["value"]))
-        times.plot(
-            [minutes * step for step in sorted(course)],
-            [statistics.fmean(course[step]) for step in sorted(course)],
-            color=color,
-            label=design,
-        )
+        minutes = statistics.fmean(training.values(timed, design, "step", "10mbit")) / 60
+        course = epochs.course(found, design, "accuracy_at")
+        times.plot(*zip(*((minutes * step, 100 * each) for step, each in course)), color=color, label=design)
     logarithmic(times, [1, 10, 100, 1000], ["1", "10", "100", "1,000 minutes"])
     times.legend(fontsize=8, loc="lower right")
     times.set_title("accuracy by time at 10 Mb/s", loc="left")

@@ -148,7 +148,9 @@ def add_ends(folder: Path, record: Path) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
             writer.writeheader()
-        writer.writerows({"commit": of, "test": test} | asdict(runs) for (of, test), runs in sorted(found.items()))
+        # The commits of a test stay in the order of its runs.
+        for (of, test), runs in sorted(found.items(), key=lambda each: each[0][1]):
+            writer.writerow({"commit": of, "test": test} | asdict(runs))
     ends.rename(folder / f"counted-{time.time_ns()}.jsonl")
 
 

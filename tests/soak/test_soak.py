@@ -18,6 +18,7 @@ def test_nothing_is_lost_whatever_happens(job: str) -> None:
     kind, _, seed = job.partition(":")
     outcome = run_job(kind, int(seed))
     assert outcome.faults.total() > 2
+    assert any(vitals.duration for vitals in outcome.vitals), "growth was looked at"
 
 
 def vitals(duration: float, **growth: float) -> Vitals:

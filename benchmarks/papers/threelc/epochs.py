@@ -317,12 +317,12 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
             ]
             if points:
                 shares.plot(*zip(*points), marker="o", markersize=4, label=design.label, color=color)
-            for axis, metric in ((accuracies, "accuracy_at"), (residuals, "residual_push")):
-                if points := course(rows, design.label, metric):
+            for axis, metric, unit in ((accuracies, "accuracy_at", 100), (residuals, "residual_push", 1)):
+                if points := [(step, unit * value) for step, value in course(rows, design.label, metric)]:
                     axis.plot(*zip(*points), color=color)
         shares.set(xlabel="share of the steps, %", ylabel="test accuracy, %")
         shares.legend(fontsize=7)
-        accuracies.set(xlabel="step", ylabel="accuracy on every fifth test image")
+        accuracies.set(xlabel="step", ylabel="accuracy on every fifth test image, %")
         residuals.set(xlabel="step", ylabel="norm of a worker's residual")
     timed = read_figures(RESULTS / "threelc.csv")
     with figure(folder / "threelc-epochs-time.svg", columns=3, size=(15, 4.4), sharey=True) as axes:
