@@ -18,7 +18,6 @@ import csv
 import json
 import os
 import re
-import subprocess
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -30,7 +29,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
+from tests.commits import EVERYTHING, ROOT, last_commit
+
 PAGE = ROOT / "docs" / "reliability.md"
 RECORD = ROOT / "tests" / "repeated.csv"
 ENDS = ("passed", "failed", "skipped")
@@ -72,16 +72,6 @@ def fault_tests() -> list[str]:
     """Tests that docs/reliability.md names under A to D."""
     rows = re.findall(r"^\| [A-D]\d \|.*$", PAGE.read_text(), re.MULTILINE)
     return list(dict.fromkeys(re.findall(r"`(tests/[\w/]+\.py::test_\w+)`", "\n".join(rows))))
-
-
-def commit() -> str:
-    """The commit of this tree, and whether it has changes."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
-    return git("rev-parse", "--short", "HEAD") + "-dirty" * bool(changed)
 
 
 class Recorder:
@@ -185,7 +175,7 @@ def main(
     """Repeat the tests of faults, and count."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 3600 * hours
-    collector, recorder = Collector(), Recorder(folder, commit(), end)
+    collector, recorder = Collector(), Recorder(folder, last_commit(*EVERYTHING), end)
     chosen = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *(test or fault_tests())]
     if pytest.main(["--collect-only", "-qq", *chosen], plugins=[collector]) or not collector.names:
         raise typer.Exit(2)

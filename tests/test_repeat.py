@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.repeat import PAGE, ROOT, Runs, counts, fault_tests
+from tests.commits import ROOT
+from tests.repeat import PAGE, Runs, counts, fault_tests
 
 TESTS = """
 import pathlib

@@ -1,6 +1,7 @@
 """The fuzz campaign guided by coverage (atheris): inputs that reach new branches are kept, and changed further.
 
-    python -m tests.fuzz.guided --cases 1000000                      # frames, handshakes, and four decoders
+    python -m tests.fuzz.guided --cases 20000                        # frames, handshakes, and four decoders
+    python -m tests.fuzz.guided --cases 1000000 --minutes 60 --record tests/fuzzed.csv       # over several sittings
     python -m tests.fuzz.guided --target decode:lossless --cases 100000
     python -m tests.fuzz.guided --target decode:lossless --replay build/fuzz/crash-1234
 
@@ -15,6 +16,7 @@ have reached something new are kept in a folder for each target, with which the 
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import re
 import subprocess
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+
+from tests.fuzz.record import BLOCK, Minutes, Record, RecordFile
 
 if TYPE_CHECKING:
     from tests.fuzz.target import Seed, Target
@@ -117,6 +121,8 @@ def main(
     target: Annotated[list[str] | None, typer.Option(help="One target; may be repeated.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the inputs that are kept, and of logs.")] = FOLDER,
     replay: Annotated[Path | None, typer.Option(help="Run one input that a failure has written.")] = None,
+    minutes: Minutes = math.inf,
+    record: RecordFile = None,
     inside: Annotated[bool, typer.Option(help="Be the process of one target.", hidden=True)] = False,
 ) -> None:
     """Let coverage guide the choice of bytes for the readers."""
@@ -135,11 +141,13 @@ def main(
         limits = [f"-runs={cases}", f"-timeout={HANG_SECONDS}", f"-rss_limit_mb={MEMORY_MB}", "-max_len=8192"]
         fuzz(one, [*limits, "-print_final_stats=1", f"-artifact_prefix={kept}-", str(kept)])
     folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for name in chosen:
+    failed, end, book = 0, time.monotonic() + 60 * minutes, Record(record, "guided")
+    for name in book.due(chosen, cases, end):
         began, log = time.monotonic(), folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
-        own = ["--inside", "--cases", str(cases), "--target", name, "--folder", str(folder)]
+        block = min(BLOCK, cases - book.cases[name])
+        own = ["--inside", "--cases", str(block), "--target", name, "--folder", str(folder)]
         found = run([sys.executable, "-m", "tests.fuzz.guided", *own], log)
+        book.add(name, found.cases, found.failure)
         failed += bool(found.failure)
         rate = found.cases / (time.monotonic() - began)
         grown = "features {} to {}".format(*found.features)

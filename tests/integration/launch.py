@@ -1,12 +1,8 @@
-"""Real processes, real sockets: run a job on every rank of a group on loopback and collect what each returns.
-
-Ranks are forked from a process that has imported torch already: to import it took longer than most jobs.
-"""
+"""Real processes, real sockets: run a job on every rank of a group on loopback and collect what each returns."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -18,14 +14,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.forks import forks
 from tests.integration import worker
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds; on a busy machine, processes that import torch may need a minute to start
-# Forked before anything starts a thread, and after what takes seconds to import: of torch its compiler, of which DDP
-# asks whether it runs.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["gradwire.ddp.attach", "sklearn.datasets", "torch._dynamo"])
 
 
 @dataclass
@@ -92,7 +85,7 @@ def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, pat
         "GRADWIRE_DUMP_DIR": str(path),
     }
     arguments = (os.environ | env, path / "output", job, parameters, path / "result.json")
-    process = _SERVER.Process(target=worker.run, args=arguments)
+    process = forks.Process(target=worker.run, args=arguments)
     process.start()
     return process
 

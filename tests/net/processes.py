@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from contextlib import ExitStack
@@ -13,24 +12,22 @@ import torch.distributed as dist
 
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.tcp import TcpTransport
+from tests.forks import forks
 
 from . import rank as rank_module
 from .recorder import PATIENCE
 
 TIMEOUT = timedelta(seconds=2)
-# Forks ranks from a process that has imported torch and done nothing else.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.net.rank"])
 
 
 class Rank:
     """The outside of a rank in a process of its own; see `rank.py`."""
 
     def __init__(self, port: int, rank: int, world_size: int, timeout: timedelta, mesh: type[TcpTransport]) -> None:
-        theirs, self.commands = processes.Pipe(duplex=False)
-        self.events, told = processes.Pipe(duplex=False)
+        theirs, self.commands = forks.Pipe(duplex=False)
+        self.events, told = forks.Pipe(duplex=False)
         arguments = (theirs, told, port, rank, world_size, timeout.total_seconds(), mesh)
-        self.process = processes.Process(target=rank_module.main, args=arguments)
+        self.process = forks.Process(target=rank_module.main, args=arguments)
         self.process.start()
         theirs.close()
         told.close()

@@ -19,9 +19,9 @@ from gradwire.core.errors import FrameError, OptionError, PeerFailedError, PeerL
 from gradwire.net.handshake import GroupMember, JobKey
 from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.wire.frame import FrameKind, Header
+from tests.forks import forks
 
 from . import forking
-from .processes import processes
 
 SERVER, EPOCH = 3, 5
 KEY = JobKey(bytes(32))
@@ -283,9 +283,9 @@ def test_silence_is_an_error(endpoints):
 
 def test_a_forked_child_is_refused_and_does_not_hide_the_death_of_its_parent(endpoints):
     _, there, port = endpoints(SERVER, timeout=4.0)
-    line, theirs = processes.Pipe()
+    line, theirs = forks.Pipe()
     member = GroupMember("job", 1, SERVER + 1, EPOCH)
-    worker = processes.Process(target=forking.main, args=(theirs, member, SERVER, port))
+    worker = forks.Process(target=forking.main, args=(theirs, member, SERVER, port))
     worker.start()
     theirs.close()
     with line:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from datetime import timedelta
@@ -15,9 +14,8 @@ import gradwire as gw
 from gradwire.core.errors import GradwireError
 from gradwire.net.server import Server, stopped_by_signals
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
+from tests.forks import forks
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.parameter_server.processes", "gradwire.parameter_server.client"])
 PATIENCE = 120.0
 
 
@@ -36,8 +34,8 @@ class Process:
     """One process, and the pipe to it."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.pipe, theirs = forks.Pipe()
+        self.process = forks.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 

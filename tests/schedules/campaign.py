@@ -23,7 +23,6 @@ import functools
 import json
 import multiprocessing
 import random
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Annotated, Any
 import typer
 
 from gradwire.aggregator.xdp.guard import GUARDS
+from tests.commits import CHANGED, last_commit
 from tests.schedules import jobs, kernel
 from tests.schedules.datagrams import Faults
 
@@ -41,8 +41,6 @@ BLOCK = 50
 """Schedules that a process runs, and a record notes, at a time."""
 REPORTED = 20
 """Blocks after which a sitting says how far it is."""
-ROOT = Path(__file__).parents[2]
-_CHANGED = "-dirty"
 TESTED = "src/gradwire/aggregator", "src/gradwire/kernels", "src/gradwire/wire", "tests/schedules"
 
 
@@ -101,7 +99,7 @@ class Record:
     Args:
         path: The file; None for a record of this sitting alone.
         xdp: Whether the schedules go to the kernel's program.
-        of: What `commit` says.
+        of: What `last_commit` says.
 
     Attributes:
         rows: Blocks of this commit and kind, by the seed of their first schedule.
@@ -114,7 +112,7 @@ class Record:
         self.rows: dict[int, dict[str, Any]] = {
             row["first"]: row
             for row in rows
-            if self._of == {name: row[name] for name in self._of} and not row["commit"].endswith(_CHANGED)
+            if self._of == {name: row[name] for name in self._of} and not row["commit"].endswith(CHANGED)
         }
 
     def lacks(self, seeds: range) -> bool:
@@ -138,16 +136,6 @@ class Record:
                                                            for row in self.rows.values())))  # fmt: skip
         said = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
         return f"{schedules} schedules, {failed} failed. Packets: {said}"
-
-
-def commit() -> str:
-    """The last commit of what the schedules test, and whether it has changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments, "--", *TESTED]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-    return git("log", "-1", "--format=%h") + _CHANGED * bool(git("status", "--porcelain"))
 
 
 def campaign(seeds: range, processes: int, record: Record, *, xdp: bool = False) -> None:
@@ -175,7 +163,7 @@ def main(
     if only is not None:
         print(dict(schedule(only, xdp=xdp)))
         return
-    began, noted = time.monotonic(), Record(record, xdp, commit())
+    began, noted = time.monotonic(), Record(record, xdp, last_commit(*TESTED))
     before = len(noted.rows)
     campaign(range(first, first + schedules), processes, noted, xdp=xdp)
     print(f"{noted.summary()}. {len(noted.rows) - before} blocks of {BLOCK} in {time.monotonic() - began:.0f} s")
