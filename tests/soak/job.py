@@ -247,15 +247,23 @@ class Job(ABC):
                     self.freeze(self.hosts[fault.host], SHORT_FREEZE)
                 else:
                     self.happen(fault)
-            self.until(lambda: all(host.gone for host in self.hosts.values()))
+            self.finish()
             self.check()
         return self.outcome
+
+    def finish(self) -> None:
+        """Wait until all processes have ended."""
+        self.until(lambda: all(host.gone for host in self.hosts.values()))
+
+    @property
+    def workers(self) -> list[Host]:
+        """All hosts but servers."""
+        return [host for host in self.hosts.values() if host.host >= self.num_servers]
 
     @property
     def step(self) -> int:
         """Steps that all workers have done."""
-        workers = (host for host in self.hosts.values() if host.host >= self.num_servers)
-        return min((int(host.last.get("step", 0)) for host in workers), default=0)
+        return min((int(host.last.get("step", 0)) for host in self.workers), default=0)
 
     def until(self, done: Any, seconds: float = START) -> None:
         """Listen until something holds.

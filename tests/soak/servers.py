@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import signal
 import tempfile
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ class ServedJob(Job):
     Attributes:
         server: Program of the server.
         worker: Program of a worker.
+        done_before: Steps of each worker when the present server had started.
     """
 
     num_servers = 1
     server: str
     worker: str
+    done_before: Sequence[int] = ()
 
     @abstractmethod
     def server_parameters(self) -> dict[str, Any]:
@@ -48,6 +52,22 @@ class ServedJob(Job):
         """Start the server."""
         self.hosts[SERVER] = Host(self, SERVER, self.server, workers=self.ranks, **self.server_parameters())
         self.until(lambda: "ready" in self.hosts[SERVER].last)
+        self.done_before = self._done()
+
+    def finish(self) -> None:
+        """See `Job`. A server that was started after the last step is not called by anyone, and is stopped."""
+        self.until(lambda: all(host.gone for host in self.workers))
+        if self.is_idle:
+            self.hosts[SERVER].signal(signal.SIGTERM)
+        super().finish()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the present server has served no step."""
+        return self._done() == self.done_before
+
+    def _done(self) -> list[int]:
+        return [int(host.last.get("step", 0)) for host in self.workers]
 
     def work(self, worker: int) -> None:
         """Start a worker."""
@@ -86,7 +106,7 @@ class ParameterServerJob(ServedJob):
         for worker in range(self.ranks):
             if self.hosts[worker + 1].last.get("end") != expected or not expected:
                 raise self.broken(f"worker {worker} has other weights.", self.hosts[worker + 1])
-        if self.hosts[SERVER].last.get("ended") != "":
+        if self.hosts[SERVER].last.get("ended") != "" and not self.is_idle:
             raise self.broken(f"the server ended with {self.hosts[SERVER].last.get('ended')!r}.")
 
 

@@ -1,12 +1,16 @@
 """Chaos in a short form, and the jobs that have failed once."""
 
+import time
+from pathlib import Path
+
 import pytest
 
 from tests.soak.campaign import LONG_SECONDS, SETTLED_SECONDS, check_growth, run_job
-from tests.soak.job import BrokenPromiseError, Vitals
+from tests.soak.job import START, BrokenPromiseError, Fault, Vitals
+from tests.soak.servers import SERVER, DatagramJob
 
 SHORT = ("mesh:1", "parameter-server:1", "aggregator-tcp:1", "aggregator-udp:1")
-FAILED_ONCE: tuple[str, ...] = ()
+FAILED_ONCE = ("aggregator-udp:31",)
 
 
 @pytest.mark.ci
@@ -19,6 +23,26 @@ def test_nothing_is_lost_whatever_happens(job: str) -> None:
     outcome = run_job(kind, int(seed))
     assert outcome.faults.total() > 2
     assert any(vitals.duration for vitals in outcome.vitals), "growth was looked at"
+
+
+class LateJob(DatagramJob):
+    """Its server is stopped when all workers have finished."""
+
+    def happen(self, fault: Fault) -> None:
+        self.until(lambda: all(host.gone for host in self.workers))
+        super().happen(fault)
+
+
+@pytest.mark.ci
+@pytest.mark.root
+@pytest.mark.loss
+def test_a_server_that_is_started_again_after_the_last_step_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    job = LateJob(0, tmp_path, scale=0.3)
+    job.faults = [Fault(job.steps // 2, "stop", SERVER)]
+    began = time.monotonic()
+    assert job.run().faults == {"stop": 1}
+    assert job.is_idle
+    assert time.monotonic() - began < START, "nobody has waited for a step"
 
 
 def vitals(duration: float, **growth: float) -> Vitals:
