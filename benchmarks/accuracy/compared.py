@@ -30,6 +30,7 @@ METHODS = {
     "dgc": "dgc:ratio=0.001{warmup}{momentum}",  # its sections 3.2 and 3.3
     "dragonn": "dragonn:ratio=0.001{warmup}{momentum}",  # trained with DGC's corrections in the paper, too
     "auto": "auto",  # fidelity balanced, the default
+    "auto, corrected": "auto{momentum}",  # which may then choose threelc
 }
 
 
@@ -76,5 +77,8 @@ def trained_as(plan: str) -> str:
     """Name of the training for what ``auto`` settled on. Plans that choose the same have the same name."""
     if methods.is_native(plan):
         return plan
-    chosen = [(row.name, row.spec, row.strategy, row.partitions, row.batched) for row in PlanTable.from_json(plan).rows]
+    table = PlanTable.from_json(plan)
+    chosen: list[Any] = [(row.name, row.spec, row.strategy, row.partitions, row.batched) for row in table.rows]
+    if table.feedback:
+        chosen.append(table.feedback)
     return f"{methods.PLAN}:{hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:8]}"

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.accuracy.compared import Row, phases, settled, trained_as
 from benchmarks.intervals import interval
 from benchmarks.plotting import COLORS, DENSE, figure, legend_below, plain_numbers
-from gradwire.bench.methods import AUTO, DDP_FP16, DDP_FP32, is_auto, is_native, is_plan, label
+from gradwire.bench.methods import DDP_FP16, DDP_FP32, is_native, is_plan, label
 from gradwire.bench.table import rate_text
 from gradwire.simulate.plots import FAINT
 
@@ -227,7 +227,7 @@ def plot(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _short(method: str) -> str:
-    return label(method).removeprefix("gradwire ") if not is_auto(method) else AUTO
+    return label(method).removeprefix("gradwire ")
 
 
 def _style(found: Findings, method: str) -> dict[str, str]:

@@ -261,9 +261,10 @@ def run(
                 yield part
     if "learn" not in kinds:
         return
-    for task, label in itertools.product(tasks, filter(bench_methods.is_auto, labels)):
-        if not settled(rows, task.name, label):
-            print(f"{task.name}: {label} is trained once its steps are timed, which --parts time does.")
+    for task in tasks:
+        for method in dict.fromkeys(task.method(label, steps) for label in labels):
+            if bench_methods.is_auto(method) and not settled(rows, task.name, method):
+                print(f"{task.name}: {method} is trained once its steps are timed, which --parts time does.")
     todo = [each for each in trainings(tasks, labels, seeds, steps, rows) if each.key(steps) not in done]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

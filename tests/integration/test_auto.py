@@ -31,6 +31,18 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
         _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
 
 
+def test_with_momentum_correction_it_is_sgd_with_momentum_whatever_it_chooses() -> None:
+    ranks = results(launch("auto.corrects_momentum", 3, steps=6))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    dense = "gradwire, dense with velocities"
+    for rank in ranks:
+        assert rank["ways"][0] == rank["ways"][-1] == dense and "gradwire, threelc" in rank["ways"]
+        assert rank["held"] == [False, True, False]
+        assert rank["entries"] == {"weight": ["threelc", "allgather"], "bias": ["none", "scatter_reduce"]}
+        assert rank["error"] < 1e-5
+        assert rank["moved"] > 1
+
+
 @pytest.mark.ci
 def test_a_mapping_leaves_the_rest_to_auto() -> None:
     ranks = [outcome.result for outcome in launch("auto.decides_about_the_rest", 2, steps=40)]
@@ -89,7 +101,8 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
 @pytest.mark.ci
 @pytest.mark.root
 @pytest.mark.timeout(150)
-def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes(momentum: float) -> None:
     lines: list[tuple[int, str]] = []
     with Lab(3, "20mbit") as lab:
 
@@ -98,9 +111,8 @@ def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes() ->
             if line.startswith("decided") and sum(text.startswith("decided") for _, text in lines) == 1:
                 lab.set_rate("1gbit")
 
-        lab.run(
-            [sys.executable, "-m", "tests.integration.jobs.auto", "60", "2"], on_line=on_line, cwd=ROOT, timeout=120
-        )
+        command = [sys.executable, "-m", "tests.integration.jobs.auto", "60", "2", str(momentum)]
+        lab.run(command, on_line=on_line, cwd=ROOT, timeout=120)
     decisions = [text for _, text in lines if text.startswith("decided")]
     assert len(decisions) == 2, lines
     assert "at the start: gradwire, " in decisions[0]

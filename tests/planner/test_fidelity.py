@@ -12,7 +12,7 @@ from gradwire.sync.strategies import STRATEGIES
 
 
 def test_each_level_allows_what_the_one_before_does_and_more():
-    levels = [fidelity.methods(name, optimizer=True) for name in fidelity.LEVELS]
+    levels = [fidelity.methods(name, optimizer=True, momentum=False) for name in fidelity.LEVELS]
     assert list(fidelity.LEVELS) == ["exact", "near-lossless", "balanced", "aggressive"]
     for less, more in itertools.pairwise(levels):
         assert more[: len(less)] == less
@@ -46,6 +46,20 @@ def test_what_needs_the_optimizer_is_left_out_where_none_is_known():
     assert [method.spec for method in fidelity.methods("exact", optimizer=True)] == ["none", "lossless"]
     with_it, without = (fidelity.methods("near-lossless", optimizer=known) for known in (True, False))
     assert {method.spec for method in with_it} - {method.spec for method in without} == {"gcomp"}
+
+
+def test_what_suffers_from_momentum_counts_to_the_next_level_where_the_optimizer_has_it():
+    without, with_it = (fidelity.methods("balanced", momentum=known) for known in (False, True))
+    assert {method.spec for method in without} - {method.spec for method in with_it} == {"threelc"}
+    assert fidelity.methods("aggressive", momentum=True) == fidelity.methods("aggressive", momentum=False)
+
+
+def test_momentum_correction_encodes_no_sum_again():
+    for method in fidelity.methods("aggressive"):
+        found = method.with_momentum_correction()
+        if not compressor_of(method.spec).exact:
+            assert found.strategies, method
+            assert set(found.strategies) <= {"allgather", "sparse_reduce"}
 
 
 def test_an_unknown_level_lists_the_known():

@@ -185,6 +185,16 @@ def test_what_a_mapping_names_is_part_of_each_plan(given: str, unchosen: str) ->
     handle.detach()
 
 
+@pytest.mark.parametrize(("momentum", "threelc"), [(0.0, True), (0.9, False), (None, False)])
+def test_momentum_in_the_optimizer_leaves_out_what_suffers_from_it(momentum: float | None, threelc: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = None if momentum is None else torch.optim.SGD(ddp.parameters(), 0.1, momentum=momentum)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    assert handle.autopilot is not None
+    assert ("threelc" in {method.spec for method in handle.autopilot._methods}) == threelc
+    handle.detach()
+
+
 def test_gcomp_by_name_needs_its_optimizer_also_where_auto_decides_about_the_rest() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
     with pytest.raises(OptionError, match="optimizer"):

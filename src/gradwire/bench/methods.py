@@ -38,7 +38,9 @@ All gradients share one bucket: on Gloo, the hook does not end with several.
 """
 
 AUTO = "auto"
-"""`attach(ddp, "auto")`. ``auto:fidelity=LEVEL`` selects a level other than balanced."""
+"""`attach(ddp, "auto")`. ``auto:fidelity=LEVEL`` selects a level other than balanced, ``auto/momentum`` has momentum
+correction.
+"""
 
 DEFAULT_METHODS = (DDP_FP32, DDP_FP16, "none", "int8", "onebit", "topk", "threelc", "threelc:sparsity=1.75")
 
@@ -112,7 +114,7 @@ def bucket_sizes(method: str, sizes: Sequence[float]) -> Sequence[float]:
 
 def is_auto(method: str) -> bool:
     """Whether a method is `AUTO`, at any fidelity."""
-    return method.split(":")[0] == AUTO
+    return re.split("[:/]", method)[0] == AUTO
 
 
 def is_plan(method: str) -> bool:
@@ -144,6 +146,7 @@ def check(methods: list[str]) -> None:
     for method in methods:
         if is_auto(method):
             fidelity(method)
+            feedback(method)
         elif is_plan(method):
             plan_table(method)
         elif not is_native(method):
@@ -199,7 +202,7 @@ def fidelity(method: str) -> str:
     """The fidelity of ``auto`` or ``auto:fidelity=LEVEL``."""
     from gradwire.planner.fidelity import LEVELS
 
-    option = method.partition(":")[2] or "fidelity=balanced"
+    option = method.partition("/")[0].partition(":")[2] or "fidelity=balanced"
     key, _, level = option.partition("=")
     if key != "fidelity" or level not in LEVELS:
         raise OptionError(f"Cannot read {method!r}. Write auto:fidelity=LEVEL, with one of {', '.join(LEVELS)}.")
@@ -289,19 +292,25 @@ def _powersgd_bytes(ddp: DistributedDataParallel) -> int:
     return sum(compressor.max_encoded_bytes(TensorSpec.of(p)) for p in ddp.parameters() if p.requires_grad)
 
 
+def _taken_from(optimizer: torch.optim.Optimizer, policy: Policy | None) -> Policy | None:
+    """The policy, which takes the momentum of the optimizer if it is a momentum correction."""
+    from gradwire.residuals.momentum import MomentumCorrection
+
+    if not isinstance(policy, MomentumCorrection):
+        return policy
+    return MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
+
+
 class Attached:
     """`gradwire.attach`, with costs from its report. Momentum correction uses the optimizer's momentum."""
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.aggregator.service import Aggregator
         from gradwire.ddp.attach import attach
-        from gradwire.residuals.momentum import MomentumCorrection
         from gradwire.sync.options import SyncOptions
         from gradwire.sync.plan import Plan
 
-        policy = feedback(method)
-        if isinstance(policy, MomentumCorrection):
-            policy = MomentumCorrection.of(optimizer, masking=policy.masking, clip=policy.clip)
+        policy = _taken_from(optimizer, feedback(method))
         plan = Plan(compressor(method), strategy=strategy(method), feedback=policy)
         bound, server = mtu(method), Aggregator.of(None)
         bounded = replace(server, mtu=bound) if bound and server else None  # None: as the environment says
@@ -328,10 +337,14 @@ class Planned(Attached):
 
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
+        from gradwire.residuals import policies
         from gradwire.sync.options import SyncOptions
         from gradwire.sync.plan import Plan
 
-        entries = plan_table(method).entries()
+        table = plan_table(method)
+        entries = table.entries()
+        if table.feedback:
+            _taken_from(optimizer, policies.get(table.feedback))
         entries |= {flat_name(name): entry for name, entry in entries.items()}  # the step may be a replay
         self.handle = attach(ddp, Plan.of_entries(entries), optimizer=optimizer, options=SyncOptions(seed=seed))
 
@@ -342,9 +355,10 @@ class Automatic(Attached):
     def __init__(self, method: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int) -> None:
         from gradwire.ddp.attach import attach
         from gradwire.sync.options import SyncOptions
+        from gradwire.sync.plan import Plan
 
-        options = SyncOptions(seed=seed)
-        self.handle = attach(ddp, "auto", optimizer=optimizer, fidelity=fidelity(method), options=options)
+        options, plan = SyncOptions(seed=seed), Plan(AUTO, feedback=_taken_from(optimizer, feedback(method)))
+        self.handle = attach(ddp, plan, optimizer=optimizer, fidelity=fidelity(method), options=options)
         assert self.handle.autopilot is not None, "auto has one"
         self.autopilot = self.handle.autopilot
 

@@ -62,6 +62,7 @@ class Prober:
         seconds: About how long to time each candidate.
         timeout: Longest silence of a rank.
         say: Called with what comes next.
+        momentum: Whether the optimizer of the training applies momentum; see `gradwire.planner.fidelity`.
         tables: The planner's tables by name of the candidate, once it has run.
     """
 
@@ -71,6 +72,7 @@ class Prober:
     seconds: float = DEFAULT_SECONDS
     timeout: timedelta = SyncOptions.timeout
     say: Callable[[str], None] = lambda text: None
+    momentum: bool = True
     tables: dict[str, PlanTable] = field(default_factory=dict)
 
     def run(self) -> ProbeFindings:
@@ -80,7 +82,7 @@ class Prober:
             GradwireError: A name is unknown, the model cannot be copied, or ranks differ.
             SyncError: A rank was lost. Steps by DDP's own all-reduce may then be stuck on a thread that is left behind.
         """
-        self._methods = levels.methods(self.fidelity)
+        self._methods = levels.methods(self.fidelity, momentum=self.momentum)
         level = {method.spec for method in self._methods}
         self._extra = [levels.RankedCompressor.of(spec, levels.strategies(spec)) for spec in dict.fromkeys(self.extra)
                        if spec not in level]  # fmt: skip
@@ -149,7 +151,7 @@ class Prober:
         self.say("planning")
         alone = [method for method in methods if method.spec != levels.DENSE.spec]
         level, *singles = plan_tables(
-            synchronizer, synchronizer.tensors, silent, costs, fidelity=self.fidelity, alone=alone
+            synchronizer, synchronizer.tensors, silent, costs, self._methods, fidelity=self.fidelity, alone=alone
         )
         uses, untried = self._candidates(level, singles)
         self.tables = {candidate.name: candidate.table for candidate in uses if candidate.table is not None}

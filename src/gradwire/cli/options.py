@@ -6,11 +6,19 @@ import functools
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
+import typer
 from typer.models import OptionInfo
 
 from gradwire.core.errors import OptionError
+
+Momentum = Annotated[
+    bool,
+    typer.Option(
+        help="Whether the optimizer applies momentum. If not, or with momentum correction, balanced has threelc, too."
+    ),
+]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import typer
 
 from gradwire.cli.costs import costs_of
 from gradwire.cli.files import out_file
-from gradwire.cli.options import seconds
+from gradwire.cli.options import Momentum, seconds
 from gradwire.cli.targets import object_of
 from gradwire.core.errors import OptionError
 
@@ -38,6 +38,7 @@ def plan(
     fidelity: Annotated[
         str, typer.Option(help="How much gradients may change: exact, near-lossless, balanced or aggressive.")
     ] = "balanced",
+    momentum: Momentum = True,
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks. Default: from --costs, or 4.")] = None,
     rate: Annotated[
         str | None, typer.Option(help="Rate of links, such as 10gbit. Default: from --costs, or 1gbit.")
@@ -69,15 +70,15 @@ def plan(
     from gradwire import planner
     from gradwire.planner.fidelity import methods
 
-    allowed = methods(fidelity)
+    allowed = methods(fidelity, momentum=momentum)
     _bits(rate), seconds(latency)  # mistakes are refused before anything is measured
     step = _timeline(model, None if compute is None else seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency, ranks_per_node)
     native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
     bucket_bytes = int(bucket * (1 << 20))
     table = planner.plan(
-        planner.in_buckets(step.gradients, bucket_bytes), known, fidelity=fidelity, backward=step.backward,
-        rest=step.rest, bucket_bytes=bucket_bytes, native=native,
+        planner.in_buckets(step.gradients, bucket_bytes), known, fidelity=fidelity, momentum=momentum,
+        backward=step.backward, rest=step.rest, bucket_bytes=bucket_bytes, native=native,
     )  # fmt: skip
     if save is not None:
         table.pin().save(save)

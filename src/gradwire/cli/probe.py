@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradwire.cli.files import out_file
-from gradwire.cli.options import split
+from gradwire.cli.options import Momentum, split
 from gradwire.core.errors import GradwireError, SyncError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def probe(
         str | None, typer.Option(help="More compressors to try, such as topk:ratio=0.01,powersgd.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of each measurement. Slow steps take longer.")] = 3.0,
+    momentum: Momentum = True,
     json_file: Annotated[Path | None, out_file("--json", help="Write the figures to this file.")] = None,
     save_plan: Annotated[
         Path | None, out_file(help="Write gradwire's fastest plan to this file, as PlanTable.load reads it.")
@@ -75,7 +76,7 @@ def probe(
     device = _join()
     try:
         job = _job(target).to(device)
-        prober = Prober(job, fidelity, split(compressors or ""), seconds)
+        prober = Prober(job, fidelity, split(compressors or ""), seconds, momentum=momentum)
         if dist.get_rank() == 0:
             _show(prober, json_file, save_plan)
         else:

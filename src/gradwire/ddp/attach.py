@@ -22,7 +22,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.hook_slot import check_attachable, slot_of
-from gradwire.ddp.momentum import check_momentum
+from gradwire.ddp.momentum import check_momentum, may_have_momentum
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.planner.fidelity import LEVELS
 from gradwire.sync.options import SyncOptions
@@ -117,8 +117,9 @@ def attach(
         if automatic:
             commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
             handle.autopilot = Autopilot(
-                synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, given
-            )
+                synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, given,
+                momentum=may_have_momentum(list(optimizers)),
+            )  # fmt: skip
         slot = slot_of(ddp)
         if register:
             slot.register(ddp)

@@ -1,8 +1,9 @@
-"""Check that momentum is applied once: by momentum correction before sparsification, or by the optimizer."""
+"""Who applies momentum, and that it is applied once: by momentum correction on each rank, or by the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,16 @@ _ADVICE = (
     "torch.optim.SGD. Or create the optimizer without momentum, torch.optim.SGD(parameters, lr), and pass "
     'feedback="momentum:momentum=0.9" to the plan.'
 )
+
+
+def may_have_momentum(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether an optimizer applies momentum to averaged gradients, or may do so because it is not known."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return not groups or any(_has_momentum(group) for group in groups)
+
+
+def _has_momentum(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("momentum")) or "betas" in group
 
 
 def check_momentum(
@@ -45,7 +56,7 @@ def check_momentum(
         )
     for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
         names = [corrected[id(parameter)] for parameter in group["params"] if id(parameter) in corrected]
-        if names and (group.get("momentum") or "betas" in group):
+        if names and _has_momentum(group):
             has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
             raise AttachError(
                 f"The plan has momentum correction, and the optimizer is {type(optimizer).__name__} with {has} for "

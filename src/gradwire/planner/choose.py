@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradwire.core.errors import OptionError
 from gradwire.planner import fidelity as levels
@@ -61,7 +61,8 @@ def plan(
     costs: Costs,
     methods: Sequence[RankedCompressor] | None = None,
     *,
-    fidelity: str = "balanced",
+    fidelity: str | None = None,
+    momentum: bool = True,
     partitions: Sequence[int] | None = None,
     min_elements: int | None = None,
     backward: float | None = None,
@@ -69,6 +70,7 @@ def plan(
     min_gain: float = MIN_GAIN,
     bucket_bytes: int = 25 << 20,
     native: Sequence[str] = ("fp32",),
+    feedback: str = "",
 ) -> PlanTable:
     """Plan a model.
 
@@ -77,7 +79,8 @@ def plan(
         costs: Costs of this job.
         methods: Compressors to choose from in addition to dense, the highest fidelity first. None takes those that
             `fidelity` allows, with gcomp only if it was measured, since it needs an optimizer.
-        fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
+        fidelity: Level of fidelity; see `gradwire.planner.fidelity`. None is ``"balanced"`` without `methods`.
+        momentum: Whether the optimizer applies momentum, so that `fidelity` allows less.
         partitions: Numbers of partitions to try; None for `gradwire.planner.options.partition_counts`.
         min_elements: Vectors, and tensors of fewer elements, are not compressed: they travel dense, or cast to 16 bits
             if allowed. None for the number of each compressor.
@@ -86,6 +89,7 @@ def plan(
         min_gain: Share of the dense step that compression must save.
         bucket_bytes: Bytes of a bucket of the framework's own all-reduce.
         native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook).
+        feedback: Momentum correction of all tensors; see `gradwire.planner.table.PlanTable.feedback`.
 
     Raises:
         OptionError: There are no tensors, or a number is out of range.
@@ -97,8 +101,11 @@ def plan(
         raise OptionError(f"partitions are numbers of at least 1, not {list(partitions)}. Pass for example (1, 2, 4).")
     if not 0 <= min_gain < 1:
         raise OptionError(f"min_gain is a share from 0 up to 1, not {min_gain}. Pass for example 0.02.")
-    allowed = _allowed(fidelity, costs) if methods is None else list(methods)
-    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, levels.batch_cast(allowed))
+    allowed = _allowed(fidelity or "balanced", costs, momentum) if methods is None else list(methods)
+    cast = levels.batch_cast(allowed)
+    if feedback:
+        allowed, cast = [method.with_momentum_correction() for method in allowed], None
+    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, cast, may_cross_nodes=not feedback)
     end = max(tensor.ready for tensor in tensors)
     backward = end if backward is None else max(backward, end)
     dense, best = search.dense(), search.best(backward)
@@ -109,8 +116,8 @@ def plan(
     least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
     if rest + best_finish > (1 - min_gain) * (rest + least):
         best = dense
-    name = fidelity if methods is None else ", ".join(method.spec for method in allowed)
-    return _table(search, best, dense, rivals, backward, rest, name, best == dense)
+    name = fidelity or ("balanced" if methods is None else ", ".join(method.spec for method in allowed))
+    return replace(_table(search, best, dense, rivals, backward, rest, name, best == dense), feedback=feedback)
 
 
 def uniform(
@@ -162,10 +169,10 @@ def _table(
     )
 
 
-def _allowed(fidelity: str, costs: Costs) -> list[RankedCompressor]:
+def _allowed(fidelity: str, costs: Costs, momentum: bool) -> list[RankedCompressor]:
     """Return the methods of a level, those that need an optimizer only if they were measured."""
-    without = levels.methods(fidelity)
-    return [each for each in levels.methods(fidelity, optimizer=True) if each in without or each.spec in costs.codecs]
+    without, known = (levels.methods(fidelity, optimizer, momentum) for optimizer in (False, True))
+    return [method for method in known if method in without or method.spec in costs.codecs]
 
 
 @dataclass
@@ -178,11 +185,13 @@ class _Search:
     partitions: Sequence[int] | None
     min_elements: int | None
     cast: str | None = None
+    may_cross_nodes: bool = True
     _known: dict[tuple[tuple[int, ...], float], Schedule] = field(default_factory=dict)
     _slower: dict[tuple[Route, float], Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.methods = [on_nodes(method, self.costs) for method in self.methods]
+        if self.may_cross_nodes:
+            self.methods = [on_nodes(method, self.costs) for method in self.methods]
         others = [method for method in self.methods if method.spec != DENSE.spec]
         smallest = min(self._min_elements(method) for method in others or [DENSE])
         self.large = [tensor for tensor in self.tensors if not is_small(tensor.shape, smallest)]

@@ -1,7 +1,12 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
-Figures are from the training benchmark (docs/results.md, *The demo*): validation loss after 32 steps, relative to DDP.
-Stronger ratios and sparsities than these are for users who have tried them on their model.
+Figures are validation losses relative to DDP fp32 of the same seed, after 3,000 steps of a ResNet with momentum 0.9
+(`benchmarks/accuracy/README.md`). `balanced` has the methods that end no higher than DDP. Stronger ratios and
+sparsities than those of `aggressive` are for users who have tried them on their model.
+
+Momentum in an optimizer sees what a residual has gathered as one late gradient. A method may belong to its level only
+with momentum correction (`gradwire.residuals.momentum`), or where the optimizer has no momentum. Otherwise it counts to
+the next level.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from typing import NamedTuple
 
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import UnknownNameError
+from gradwire.sync.plan import ENCODED_ONCE
 from gradwire.sync.plan_entry import MIN_ELEMENTS, min_elements_of
 
 EVERYWHERE = ("scatter_reduce", "ring", "allgather")
@@ -32,11 +38,13 @@ class RankedCompressor(NamedTuple):
         spec: Argument of `gradwire.compressors.base.registry.compressor_of`.
         strategies: Strategies that suit it, the preferred one first.
         min_elements: Size below which it does not compress a tensor, unless the user says another one.
+        suffers_from_momentum: Whether it counts to the next level where the optimizer applies momentum.
     """
 
     spec: str
     strategies: tuple[str, ...]
     min_elements: int = MIN_ELEMENTS
+    suffers_from_momentum: bool = False
 
     @classmethod
     def of(cls, spec: str, strategies: tuple[str, ...]) -> RankedCompressor:
@@ -47,6 +55,12 @@ class RankedCompressor(NamedTuple):
         """
         return cls(spec, strategies, min_elements_of(compressor_of(spec)))
 
+    def with_momentum_correction(self) -> RankedCompressor:
+        """The same with the strategies that momentum correction allows; there may be none."""
+        if compressor_of(self.spec).exact:
+            return self
+        return self._replace(strategies=tuple(each for each in self.strategies if each in ENCODED_ONCE))
+
 
 DENSE = RankedCompressor(DENSE_NAME, ("ring", "scatter_reduce", "allgather"))
 
@@ -55,28 +69,29 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
     # The bits of the sum, except for the order of additions.
     "exact": (DENSE, RankedCompressor("lossless", EVERYWHERE)),
     # gcomp, if the optimizer is known: a step changes parameters by the same amount, to the last bit or two. Then
-    # rounding to 16 bits: +0.0 % by DDP's fp16 hook. fp16 keeps 11 bits, bf16 8 with the range of float32. Both can be
-    # encoded again on a ring, because rounding a rounded value loses little.
+    # rounding to 16 bits: -0.3 and 0.0 % by DDP's fp16 hook (two seeds). fp16 keeps 11 bits, bf16 8 with the range of
+    # float32. Both can be encoded again on a ring, because rounding a rounded value loses little.
     "near-lossless": (
         RankedCompressor("gcomp", EVERYWHERE),
         RankedCompressor("fp16", EVERYWHERE),
         RankedCompressor("bf16", EVERYWHERE),
     ),
-    # Unbiased with small variance (int8: +0.0 %), or biased with a residual and a contraction that does not depend on
-    # the tensor's size: threelc with s = 1 (+0.4 %; after 20 epochs of a ResNet, 0.1 ± 0.5 points of accuracy above
-    # floats, benchmarks/results/threelc-epochs.csv), onebit (+0.3 %). thc holds back only what it clips, 1/32 of the
-    # coordinates (+0.0 % after 240 steps, benchmarks/results/thc-lab.csv).
+    # Unbiased with small variance: int8 (-0.4 and -3.0 %). thc holds back only what it clips, 1/32 of the coordinates
+    # (-1.0 and -0.1 %). threelc with s = 1 is biased, with a residual and a contraction that does not depend on the
+    # tensor's size: -1.0 and -4.6 % with momentum correction, +2.4 % without.
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
         RankedCompressor("int8shared", EVERYWHERE),  # integers: a ring only adds them
         RankedCompressor("thc", EVERYWHERE),  # likewise
-        RankedCompressor("threelc", FEW_ENCODES),
-        RankedCompressor("onebit", FEW_ENCODES),
+        RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
-    # Most of a gradient stays in the residual for many steps: topk at 1 % (+1.7 %), threelc with s = 1.75 (+15.6 %
-    # after 32 steps; after 20 epochs of a ResNet, 1.1 ± 1.4 points below floats), dgc at 0.1 % (its accuracy needs the
-    # published warm-up), dragonn at 63 % of that, with less work where selecting elements needs prefix sums.
+    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.8 and +1.5 %;
+    # +5.1 % without), topk at 1 % (+1.5 and +1.6 %), dgc at 0.1 % with the published warm-up (+3.2 %), dragonn at 63 %
+    # of that, with less work where selecting elements needs prefix sums (+5.7 %). Without: powersgd with rank 4 (+3.2
+    # and +1.8 %). threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
+    # (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
+        RankedCompressor("onebit", FEW_ENCODES),
         RankedCompressor("topk", LISTED),
         RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
         RankedCompressor("dgc", LISTED),
@@ -86,12 +101,13 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
 }
 
 
-def methods(fidelity: str, optimizer: bool = False) -> list[RankedCompressor]:
+def methods(fidelity: str, optimizer: bool = False, momentum: bool = True) -> list[RankedCompressor]:
     """Return the methods of a level, the highest fidelity first.
 
     Args:
         fidelity: Level of fidelity.
         optimizer: Whether the optimizer is known, which some methods need.
+        momentum: Whether the optimizer applies momentum to the averaged gradients, as far as one knows.
 
     Raises:
         UnknownNameError: The level does not exist.
@@ -99,8 +115,12 @@ def methods(fidelity: str, optimizer: bool = False) -> list[RankedCompressor]:
     if fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     names = list(LEVELS)
-    levels = [LEVELS[name] for name in names[: names.index(fidelity) + 1]]
-    allowed = [RankedCompressor.of(method.spec, method.strategies) for level in levels for method in level]
+    allowed = [
+        RankedCompressor.of(method.spec, method.strategies)
+        for name in names[: names.index(fidelity) + 1]
+        for method in LEVELS[name]
+        if not (momentum and method.suffers_from_momentum and name == fidelity)
+    ]
     return [method for method in allowed if optimizer or not compressor_of(method.spec).needs_optimizer]
 
 

@@ -76,6 +76,7 @@ class PlanTable:
         ideal_step: The larger of the step without communication and the time of this plan's bytes on the link.
         limit: What this plan's step waits for: ``"backward"``, ``"link"``, ``"codec"`` or ``"latency"``.
         pinned: Whether the user wants this plan and no other.
+        feedback: Momentum correction of all tensors, as `PlanEntry.feedback`. Empty for the usual feedback of each.
     """
 
     rows: tuple[PlanRow, ...]
@@ -89,6 +90,7 @@ class PlanTable:
     ideal_step: float
     limit: str
     pinned: bool = False
+    feedback: str = ""
 
     def entries(self) -> dict[str, PlanEntry]:
         """Return the argument of `Plan.of_entries`.
@@ -96,7 +98,7 @@ class PlanTable:
         Raises:
             UnknownNameError, OptionError: A row names a compressor or options that do not exist.
         """
-        return {row.name: _entry(row) for row in self.rows}
+        return {row.name: _entry(row, self.feedback) for row in self.rows}
 
     def plan(self) -> Plan:
         """Return the plan for `attach` and `Synchronizer`, the same on every rank.
@@ -180,8 +182,12 @@ class PlanTable:
         return cls.from_json(Path(path).read_text())
 
 
-def _entry(row: PlanRow) -> PlanEntry:
+def _entry(row: PlanRow, feedback: str = "") -> PlanEntry:
     compressor = compressor_of(row.spec)
+    if feedback and row.batched:  # what has velocities shares messages as fused tensors do
+        return PlanEntry(compressor, "scatter_reduce", 1, feedback)
+    if feedback:
+        return PlanEntry(compressor, row.strategy, row.partitions, feedback)
     feedback = "none" if compressor.exact else compressor.default_feedback
     return PlanEntry(compressor, row.strategy, row.partitions, feedback, row.batched)
 

@@ -37,7 +37,8 @@ WHOLE_ELEMENTS = 1 << 17  # half a megabyte: above this, encoding a tensor takes
 class Plan:
     """Plan entries by parameter name.
 
-    Under ``"auto"``, `gradwire.attach` chooses compressor, strategy, partitions and feedback while the model trains.
+    Under ``"auto"``, `gradwire.attach` chooses compressor, strategy and partitions while the model trains. Of feedback,
+    it takes momentum correction, which then applies to all tensors.
 
     Args:
         rules: One method for all tensors, or a mapping from name patterns to methods. A method is a compressor, its
@@ -96,10 +97,11 @@ class Plan:
             pattern: AUTO if method == AUTO else compressor_of(method) for pattern, method in named.items()
         }
         self.is_auto = AUTO in self.rules.values()
-        if self.is_auto and (strategy is not None or partitions is not None or feedback is not None):
+        is_chosen = feedback is not None and not self.has_velocity
+        if self.is_auto and (strategy is not None or partitions is not None or is_chosen):
             raise OptionError(
                 f'"auto" chooses strategy, partitions and feedback itself, but they are {strategy!r}, {partitions} '
-                f"and {feedback!r}. Leave them out, or name a compressor."
+                f"and {feedback!r}. Leave them out, or name a compressor. Of feedback, it takes momentum correction."
             )
         for pattern, compressor in self.rules.items():
             # Exact ones travel by a strategy that carries them.
@@ -154,7 +156,7 @@ class Plan:
         if not self.is_auto:
             return self
         rules = {pattern: DENSE_NAME if isinstance(rule, str) else rule for pattern, rule in self.rules.items()}
-        return Plan(rules, min_elements=self.min_elements)
+        return Plan(rules, min_elements=self.min_elements, feedback=self.feedback)
 
     def given_entries(self, specs: Mapping[str, TensorSpec]) -> dict[str, PlanEntry]:
         """Return the entries of the tensors whose rule is not ``"auto"``."""

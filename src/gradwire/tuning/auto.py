@@ -13,6 +13,9 @@ Guarantees: all ranks switch at the same step, since they decide from the same n
 gradients go back to DDP's own all-reduce; each decision is reported once, with its numbers (see
 `gradwire.observe.notices`).
 
+With momentum correction, each rank applies momentum before its gradient is sent, dense or compressed. DDP's own
+all-reduce knows no velocities, so gradwire sends dense gradients itself.
+
 Where a mapping names other methods, too, `auto` decides about the remaining tensors. The entries of the named ones are
 part of each plan. DDP's own all-reduce averages whole buckets, so it is a candidate only if the named tensors travel
 unchanged.
@@ -96,6 +99,7 @@ class Autopilot:
         settle: Commits or rolls back the last step, if that is decided.
         aux: Slices of the parameters' optimizer state by name and range, for gcomp; None where it is not known.
         given: Entries of the tensors that the user has given a method.
+        momentum: Whether the optimizer applies momentum, as far as one knows.
 
     Attributes:
         current: The candidate that averages gradients now.
@@ -113,6 +117,7 @@ class Autopilot:
         settle: Callable[[], None],
         aux: OptimizerSlices | None = None,
         given: Mapping[str, PlanEntry] = MappingProxyType({}),
+        momentum: bool = True,
     ) -> None:
         self.decisions: list[Decision] = []
         self.settled = False
@@ -122,17 +127,22 @@ class Autopilot:
         self._tensors = {name: spec for name, spec in synchronizer.tensors.items() if name not in given}
         # What needs no decision: nothing is compressed but what the user has named.
         self._unchosen = NATIVE
-        if any(not entry.compressor.dense for entry in given.values()):
+        self._feedback = synchronizer.plan.feedback  # of momentum correction, or None
+        if self._feedback is not None:
+            self._unchosen = Candidate("gradwire, dense with velocities", plan=synchronizer.plan, baseline=True)
+        elif any(not entry.compressor.dense for entry in given.values()):
             self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan, baseline=True)
         self.current = self._unchosen
-        self._methods = levels.methods(fidelity, optimizer=aux is not None)
+        known = aux is not None and self._feedback is None  # to gcomp
+        self._methods = levels.methods(fidelity, known, momentum)
         self._aux = aux
         self.fidelity = fidelity
         self._min_elements = min_elements
         self._settle = settle
         # DDP's own all-reduce has no frames but those in which ranks exchange the figures of a trial.
         self._clock = StepClock(lambda: synchronizer.link_busy_seconds() if self.current.gradwire else 0.0)
-        self._calibration = Calibration(synchronizer, max((spec.numel for spec in self._tensors.values()), default=1))
+        largest = max((spec.numel for spec in self._tensors.values()), default=1)
+        self._calibration = Calibration(synchronizer, largest, self._feedback)
         self._trials = Trials(self, self._calibration.largest, TIMED_STEPS, TIMED_SECONDS)
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
         self._sample: CalibrationSample | None = None  # this rank's gradients
@@ -252,8 +262,9 @@ class Autopilot:
         """
         costs = self._calibrate(timing)
         (table,) = plan_tables(
-            self._synchronizer, self._tensors, timing, costs, fidelity=self.fidelity,
+            self._synchronizer, self._tensors, timing, costs, self._methods, fidelity=self.fidelity,
             min_elements=self._min_elements, native=() if self._unchosen.gradwire else ("fp32",),
+            feedback=self._feedback or "",
         )  # fmt: skip
         predicted = self._predict(table, timing, costs)
         self._trials.timings = timings = {self.current: timing}
@@ -337,7 +348,7 @@ class Autopilot:
     def _predict(self, table: PlanTable, timing: Timing, costs: Costs) -> dict[Candidate, float]:
         """Predict seconds of a step by each candidate."""
         predicted = {self._unchosen: native_step(timing, costs) if self._unchosen == NATIVE else table.dense_step}
-        if not self._given and any(method.spec == "fp16" for method in self._methods):
+        if not self._given and self._feedback is None and any(method.spec == "fp16" for method in self._methods):
             predicted[NATIVE_FP16] = native_step(timing, costs, "fp16")
         if table.compresses or (self._unchosen == NATIVE and not table.native):
             predicted[Candidate.of(table, given=self._given)] = table.step

@@ -61,10 +61,12 @@ class Calibration:
     Args:
         synchronizer: Synchronizer of the job.
         largest: Elements of the largest tensor.
+        feedback: Residual policy of all compressors; None for the own one of each.
     """
 
-    def __init__(self, synchronizer: Synchronizer, largest: int) -> None:
+    def __init__(self, synchronizer: Synchronizer, largest: int, feedback: str | None = None) -> None:
         self._synchronizer = synchronizer
+        self._feedback = feedback
         sizes = tuple(size for size in SIZES if size <= 2 * largest)
         self._sizes = sizes if len(sizes) > 1 else SIZES[:2]
         self._codecs: dict[str, CodecCosts] = {}
@@ -113,7 +115,7 @@ class Calibration:
         gradient, aux = (None, None) if sample is None else sample.of(compressor)
         return measure_codec(
             compressor, sizes, seconds, world_size=self._synchronizer.world_size, gradient=gradient, aux=aux,
-            clock=time.perf_counter,
+            clock=time.perf_counter, feedback=self._feedback,
         )  # fmt: skip
 
     def _native_hop(self, costs: Costs, timing: Timing | None) -> LinkCosts | None:

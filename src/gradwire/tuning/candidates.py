@@ -98,11 +98,13 @@ def plan_tables(
     specs: Mapping[str, TensorSpec],
     timing: Timing,
     costs: Costs,
+    methods: Sequence[RankedCompressor],
     *,
     fidelity: str,
     min_elements: int | None = None,
     native: Sequence[str] = ("fp32",),
     alone: Sequence[RankedCompressor] = (),
+    feedback: str = "",
 ) -> list[PlanTable]:
     """Plan on rank 0, and share the plans with all ranks.
 
@@ -111,10 +113,12 @@ def plan_tables(
         specs: Tensors to plan for.
         timing: Steps with the timeline of the backward pass.
         costs: Costs of this job.
+        methods: Compressors to choose from.
         fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
         min_elements: See `gradwire.planner.plan`.
         native: See `gradwire.planner.plan`.
         alone: Compressors to plan with one at a time.
+        feedback: See `gradwire.planner.plan`.
 
     Returns:
         The level's plan, then one plan per compressor of `alone`, the fastest first.
@@ -124,8 +128,8 @@ def plan_tables(
         tensors = planned_tensors(specs, timing)
         bucket_bytes = max(1, timing.nbytes // max(1, len(timing.buckets)))
         level = plan(
-            tensors, costs, fidelity=fidelity, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes,
-            native=native,
+            tensors, costs, methods, fidelity=fidelity, min_elements=min_elements, rest=timing.rest,
+            bucket_bytes=bucket_bytes, native=native, feedback=feedback,
         )  # fmt: skip
         singles = [
             uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes)

@@ -62,6 +62,7 @@ def measure_codec(
     gradient: torch.Tensor | None = None,
     aux: Mapping[str, torch.Tensor] | None = None,
     clock: Clock = time.thread_time,
+    feedback: str | None = None,
 ) -> CodecCosts:
     """Measure encode, decode and merge of a compressor, and its preliminary round and accumulator if it has them.
 
@@ -76,6 +77,7 @@ def measure_codec(
         gradient: Gradient, float32, that tensors are cut from; repeated if it is too short. None for random numbers.
         aux: Values for `Context.aux`. Those as long as `gradient` are cut and repeated with it.
         clock: Clock of the calls. ``time.perf_counter`` includes the time that other ranks take from this core.
+        feedback: Residual policy, as `PlanEntry.feedback`. None for the compressor's own.
 
     Raises:
         OptionError: There are fewer than two different sizes.
@@ -84,11 +86,14 @@ def measure_codec(
         raise OptionError(f"Costs are measured at two or more sizes above 0, not {tuple(sizes)}. Pass a small and a "
                           "large one.")  # fmt: skip
     ordered = sorted(set(sizes))
+    if feedback is None:
+        feedback = "none" if compressor.exact else compressor.default_feedback
     with single_thread():
         seconds_each = seconds_budget / len(ordered)
         rows = [
             _measure_size(
                 compressor,
+                policies.get(feedback),
                 world_size,
                 _shaped(_gradient(size, gradient), compressor),
                 _cut(aux or {}, gradient, size),
@@ -99,7 +104,10 @@ def measure_codec(
         ]
         spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
         shared = measure_shared(
-            compressor, _gradient(ordered[0], gradient), spent, seconds_each, world_size=world_size, clock=clock
+            PlanEntry(compressor, "allgather", partitions=1, feedback=feedback),
+            *(_gradient(ordered[0], gradient), spent, seconds_each),
+            world_size=world_size,
+            clock=clock,
         )
     nbytes = {name: _exact_curve(ordered, [row.nbytes[name] for row in rows]) for name in rows[0].nbytes}
     costs: dict[str, Any] = {**spent, **nbytes, **shared}
@@ -115,6 +123,7 @@ class _Row(NamedTuple):
 
 def _measure_size(
     compressor: Compressor,
+    policy: policies.Policy,
     world_size: int,
     grad: torch.Tensor,
     aux: dict[str, torch.Tensor],
@@ -123,21 +132,20 @@ def _measure_size(
 ) -> _Row:
     spec = TensorSpec.of(grad)
     context = Context("profile", world_size=world_size, spec=spec, aux=aux)
-    policy = policies.get("none" if compressor.exact else compressor.default_feedback)
     residuals, key = Residuals(), ResidualKey(context.name, ElementRange(0, grad.numel()), "local")
     source = EncodeInput(compressor, grad, context, residuals, key, 1 / world_size)
 
     def stats() -> list[np.ndarray]:
         residuals.rollback()  # the same residual again
-        return [stat.values for stat in policy.stats(source)]
+        return [stat.values for stat in policy.stats(policy.contribution(source))]
 
     def encode() -> None:
         residuals.rollback()
-        policy.encode(source, shared)
+        policy.encode(policy.contribution(source), shared)
 
     for _ in range(WARM_UPS):
         shared = stats() if compressor.needs_stats else []
-        payload = policy.encode(source, shared)
+        payload = policy.encode(policy.contribution(source), shared)
         residuals.commit()
     out = torch.empty(grad.numel())
     payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED

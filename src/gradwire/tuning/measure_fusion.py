@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from gradwire.compressors.base import Compressor
 from gradwire.planner.costs import SHARED, Cost
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.batch import BatchCodec
@@ -21,7 +20,7 @@ _NUM_MERGED = 4  # payloads per merge, as in `measure_codec`
 
 
 def measure_shared(
-    compressor: Compressor,
+    entry: PlanEntry,
     grad: torch.Tensor,
     alone: Mapping[str, Cost],
     seconds_budget: float,
@@ -32,7 +31,7 @@ def measure_shared(
     """Measure the fields ``shared_encode``, ``shared_decode`` and ``shared_merge`` of `CodecCosts`.
 
     Args:
-        compressor: The compressor.
+        entry: Plan entry of each tensor of the group.
         grad: Gradient of each tensor of the group, 1-D, float32.
         alone: Seconds of ``"encode"``, ``"decode"`` and ``"merge"`` of a tensor by itself, by elements.
         seconds_budget: About how long this may take.
@@ -42,8 +41,6 @@ def measure_shared(
     Returns:
         Seconds by field. All are 0 for a compressor whose tensors are encoded one by one.
     """
-    feedback = "none" if compressor.exact else compressor.default_feedback
-    entry = PlanEntry(compressor, "allgather", partitions=1, feedback=feedback)
     members = [TensorLayout(f"profile{index}", index, entry, grad.dtype, grad.numel()) for index in range(_NUM_TENSORS)]
     layout = FusionLayout(members)
     group = FusionGroup(layout, [grad.clone() for _ in members], [True] * _NUM_TENSORS, 0, 0)

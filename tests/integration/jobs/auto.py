@@ -72,6 +72,61 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     return found
 
 
+def corrects_momentum(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    """Dense, by a plan that compresses, and dense again, with momentum 0.9. Gradients do not depend on parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(128, 64)  # the bias travels dense throughout
+    alone = nn.Linear(128, 64)
+    alone.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0, momentum=0.9)
+    expected = torch.optim.SGD(alone.double().parameters(), 1.0, momentum=0.9)
+    correction = gw.MomentumCorrection.of(optimizer, masking=False)  # masking deletes velocities
+    handle = gw.attach(ddp, gw.Plan("auto", feedback=correction), optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    costs = Costs(world_size, (SLOW,), {"none": DENSE, "threelc": CHEAP})
+    tensors = [PlannedTensor(name, tuple(each.shape)) for name, each in model.named_parameters()]
+    table = plan(
+        tensors, costs, [RankedCompressor("threelc", ("scatter_reduce", "allgather"))], native=(),
+        feedback=str(correction),
+    )  # fmt: skip
+    begun = model.weight.detach().double()
+    dense, held = pilot.current, []
+
+    def script() -> Script[None]:
+        for candidate in (dense, Candidate.of(PlanTable.from_json(table.to_json())), dense):
+            yield from pilot.switch(candidate)
+            for _ in range(steps):
+                yield
+            held.append(handle.synchronizer.residuals.holds_after_pruning("weight"))
+        yield from itertools.repeat(None)
+
+    pilot._script = script()
+    ways = []
+    for step in range(3 * steps + 4):
+        x = torch.randn(world_size, 16, 128, generator=torch.Generator().manual_seed(step))
+        y = torch.randn(world_size, 16, 64, generator=torch.Generator().manual_seed(1000 + step))
+        for each, module, inputs, outputs in (
+            (optimizer, ddp, x[rank], y[rank]), (expected, alone, x.flatten(0, 1).double(), y.flatten(0, 1).double()),
+        ):  # fmt: skip
+            each.zero_grad()
+            (module(inputs) * outputs).sum(1).mean().backward()
+            each.step()
+        ways.append(pilot.current.name)
+    error = max(
+        float((mine.double() - his).norm() / his.norm())
+        for mine, his in zip(model.parameters(), alone.parameters(), strict=True)
+    )
+    found = {
+        "hash": fingerprint(model.parameters()), "error": error, "held": held, "ways": ways,
+        "entries": {name: (entry.compressor.name, entry.strategy) for name, entry in table.entries().items()},
+        "moved": float((model.weight.double() - begun).norm()),
+    }  # fmt: skip
+    handle.detach()
+    return found
+
+
 def decides_about_the_rest(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     """A mapping names one tensor. Gradients do not depend on the parameters."""
     torch.manual_seed(0)
@@ -182,15 +237,19 @@ def small_tensors(rank: int, world_size: int) -> list[str]:
 
 
 def lab_main() -> None:
-    """A rank in the lab: prints decisions with their times, up to a number of decisions or seconds."""
-    limit, wanted = float(sys.argv[1]), int(sys.argv[2])
+    """A rank in the lab: prints decisions with their times, up to a number of decisions or seconds.
+
+    With a momentum above 0, it is applied before compression.
+    """
+    limit, wanted, momentum = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 384), nn.ReLU(), nn.Linear(384, 8))
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3)
-    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3, momentum=momentum)
+    feedback = gw.MomentumCorrection.of(optimizer) if momentum else None
+    handle = gw.attach(ddp, gw.Plan("auto", feedback=feedback), optimizer=optimizer)
     assert handle.autopilot is not None
     data = torch.randn(8, 384, generator=torch.Generator().manual_seed(dist.get_rank()))
     deadline = time.monotonic() + limit
