@@ -89,3 +89,13 @@ def test_a_server_may_have_an_mtu():
     for method in ("thc@ring:mtu=1500", "thc@server:mtu=large", "thc@server:frames=1500"):
         with pytest.raises(OptionError, match="The only option of a strategy is NAME@server:mtu=BYTES"):
             methods.check([method])
+
+
+def test_auto_may_have_a_level_and_momentum_correction():
+    assert methods.is_auto("auto/momentum") and not methods.is_auto("autos")
+    assert methods.fidelity("auto:fidelity=exact/momentum") == "exact"
+    assert methods.fidelity("auto/momentum") == "balanced"
+    assert methods.label("auto/momentum") == "gradwire auto, momentum"
+    methods.check(["auto", "auto/momentum"])
+    with pytest.raises(UnknownNameError, match="feedback policy"):
+        methods.check(["auto/moment"])
