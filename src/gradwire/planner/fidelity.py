@@ -1,6 +1,6 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
-Figures are validation losses relative to DDP fp32 of the same seed, after 3,000 steps of a ResNet with momentum 0.9
+Figures are validation losses relative to DDP fp32 of the same seeds, after 3,000 steps of a ResNet with momentum 0.9
 (`benchmarks/accuracy/README.md`). `balanced` has the methods that end no higher than DDP. Stronger ratios and
 sparsities than those of `aggressive` are for users who have tried them on their model.
 
@@ -69,26 +69,26 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
     # The bits of the sum, except for the order of additions.
     "exact": (DENSE, RankedCompressor("lossless", EVERYWHERE)),
     # gcomp, if the optimizer is known: a step changes parameters by the same amount, to the last bit or two. Then
-    # rounding to 16 bits: -0.3 and 0.0 % by DDP's fp16 hook (two seeds). fp16 keeps 11 bits, bf16 8 with the range of
+    # rounding to 16 bits: -0.2 % by DDP's fp16 hook. fp16 keeps 11 bits, bf16 8 with the range of
     # float32. Both can be encoded again on a ring, because rounding a rounded value loses little.
     "near-lossless": (
         RankedCompressor("gcomp", EVERYWHERE),
         RankedCompressor("fp16", EVERYWHERE),
         RankedCompressor("bf16", EVERYWHERE),
     ),
-    # Unbiased with small variance: int8 (-0.4 and -3.0 %). thc holds back only what it clips, 1/32 of the coordinates
-    # (-1.0 and -0.1 %). threelc with s = 1 is biased, with a residual and a contraction that does not depend on the
-    # tensor's size: -1.0 and -4.6 % with momentum correction, +2.4 % without.
+    # Unbiased with small variance: int8 (-0.9 %). thc holds back only what it clips, 1/32 of the coordinates (-0.5 %).
+    # threelc with s = 1 is biased, with a residual and a contraction that does not depend on the tensor's size: -3.7 %
+    # with momentum correction, +2.4 % without.
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
         RankedCompressor("int8shared", EVERYWHERE),  # integers: a ring only adds them
         RankedCompressor("thc", EVERYWHERE),  # likewise
         RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
-    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.8 and +1.5 %;
-    # +5.1 % without), topk at 1 % (+1.5 and +1.6 %), dgc at 0.1 % with the published warm-up (+3.2 %), dragonn at 63 %
-    # of that, with less work where selecting elements needs prefix sums (+5.7 %). Without: powersgd with rank 4 (+3.2
-    # and +1.8 %). threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
+    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.7 %; +5.1 %
+    # without), topk at 1 % (+1.6 %), dgc at 0.1 % with the published warm-up (+3.5 %), dragonn at 63 % of that, with
+    # less work where selecting elements needs prefix sums (+5.7 %). Without: powersgd with rank 4 (+2.5 %).
+    # threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
     # (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
         RankedCompressor("onebit", FEW_ENCODES),
