@@ -30,7 +30,7 @@ METHODS = {
     "dgc": "dgc:ratio=0.001{warmup}{momentum}",  # its sections 3.2 and 3.3
     "dragonn": "dragonn:ratio=0.001{warmup}{momentum}",  # trained with DGC's corrections in the paper, too
     "auto": "auto",  # fidelity balanced, the default
-    "auto, corrected": "auto{momentum}",  # which may then choose threelc
+    "auto/momentum": "auto{momentum}",  # which may then choose threelc
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.accuracy import compared, summary
 from benchmarks.accuracy import time_to_accuracy as benchmark
 from benchmarks.keys import key_of
+from benchmarks.options import listed
 
 from benchmarks import runner
 from gradwire.bench import methods
@@ -98,6 +99,7 @@ def test_steps_of_a_warm_up_count_with_the_time_of_their_ratio():
 def test_every_method_can_be_trained_and_timed(has_momentum):
     found = [compared.method_of(label, 100, has_momentum) for label in compared.METHODS]
     methods.check(list(dict.fromkeys(found)))
+    assert listed(",".join(compared.METHODS), ()) == list(compared.METHODS), "as --methods takes them"
     for method in found:
         assert sum(count for count, _ in compared.phases(method, 100)) == 100
         methods.check([timed for _, timed in compared.phases(method, 100)])

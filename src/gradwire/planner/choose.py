@@ -117,7 +117,17 @@ def plan(
     if rest + best_finish > (1 - min_gain) * (rest + least):
         best = dense
     name = fidelity or ("balanced" if methods is None else ", ".join(method.spec for method in allowed))
-    return replace(_table(search, best, dense, rivals, backward, rest, name, best == dense), feedback=feedback)
+    table = _table(search, best, dense, rivals, backward, rest, name, best == dense)
+    return _with_velocities(table, feedback) if feedback else table
+
+
+def _with_velocities(table: PlanTable, feedback: str) -> PlanTable:
+    """Return the table under momentum correction: what would be batched is fused, since a batch has no velocities."""
+    fused = [
+        replace(row, batched=False, strategy="scatter_reduce", partitions=1) if row.batched else row
+        for row in table.rows
+    ]
+    return replace(table, rows=tuple(fused), feedback=feedback)
 
 
 def uniform(

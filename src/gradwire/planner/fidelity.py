@@ -1,8 +1,9 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
 Figures are validation losses relative to DDP fp32 of the same seeds, after 3,000 steps of a ResNet with momentum 0.9
-(`benchmarks/accuracy/README.md`). `balanced` has the methods that end no higher than DDP. Stronger ratios and
-sparsities than those of `aggressive` are for users who have tried them on their model.
+(`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. Not
+trained: int8shared, and threelc without momentum. Stronger ratios and sparsities than those of `aggressive` are for
+users who have tried them on their model.
 
 Momentum in an optimizer sees what a residual has gathered as one late gradient. A method may belong to its level only
 with momentum correction (`gradwire.residuals.momentum`), or where the optimizer has no momentum. Otherwise it counts to

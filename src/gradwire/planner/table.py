@@ -134,8 +134,11 @@ class PlanTable:
         )
 
     def __str__(self) -> str:
-        fused = Counter(_group(row) for row in self.rows)
-        lines = [_HEADINGS, *(_cells(row, fused[_group(row)] > 1) for row in _grouped(self.rows))]
+        fused = Counter(_group(row, self.feedback) for row in self.rows)
+        lines = [
+            _HEADINGS,
+            *(_cells(row, fused[_group(row, self.feedback)] > 1) for row in _grouped(self.rows)),
+        ]
         widths = [max(map(len, column)) for column in zip(*lines)]
         body = ["  ".join(_align(cell, width, index) for index, (cell, width) in enumerate(zip(line, widths))).rstrip()
                 for line in lines]  # fmt: skip
@@ -182,14 +185,10 @@ class PlanTable:
         return cls.from_json(Path(path).read_text())
 
 
-def _entry(row: PlanRow, feedback: str = "") -> PlanEntry:
+def _entry(row: PlanRow, feedback: str) -> PlanEntry:
     compressor = compressor_of(row.spec)
-    if feedback and row.batched:  # what has velocities shares messages as fused tensors do
-        return PlanEntry(compressor, "scatter_reduce", 1, feedback)
-    if feedback:
-        return PlanEntry(compressor, row.strategy, row.partitions, feedback)
-    feedback = "none" if compressor.exact else compressor.default_feedback
-    return PlanEntry(compressor, row.strategy, row.partitions, feedback, row.batched)
+    usual = "none" if compressor.exact else compressor.default_feedback
+    return PlanEntry(compressor, row.strategy, row.partitions, feedback or usual, row.batched)
 
 
 def _checked(document: Any, cls: type, where: str) -> dict[str, Any]:
@@ -229,9 +228,9 @@ def _together(rows: list[PlanRow]) -> PlanRow:
     return replace(rows[0], name=f"{len(rows)} {kind} tensors", ready=max(row.ready for row in rows), **sums)
 
 
-def _group(row: PlanRow) -> tuple[object, ...]:
+def _group(row: PlanRow, feedback: str) -> tuple[object, ...]:
     """Return what the tensors have in common that are fused with this one; its name if it is not."""
-    if is_fused(_entry(row), row.numel):
+    if is_fused(_entry(row, feedback), row.numel):
         return row.ready, row.spec, row.strategy, row.dtype
     return (row.name,)
 

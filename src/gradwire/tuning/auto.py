@@ -134,7 +134,7 @@ class Autopilot:
             self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan, baseline=True)
         self.current = self._unchosen
         known = aux is not None and self._feedback is None  # to gcomp
-        self._methods = levels.methods(fidelity, known, momentum)
+        self._methods = levels.methods(fidelity, optimizer=known, momentum=momentum)
         self._aux = aux
         self.fidelity = fidelity
         self._min_elements = min_elements
