@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gradwire.bench.job import BenchmarkJob, Segment, TimedSteps
 from gradwire.bench.launch import RanksError, launch
-from gradwire.bench.replay import with_full_names
+from gradwire.bench.replay import with_full_names, without_learning
 from gradwire.bench.training import TrainingOptions, run
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
+from gradwire.ddp.momentum import may_have_momentum
 from gradwire.planner import PlanTable
 from tests.bench.support import plan_text
 
@@ -91,6 +93,18 @@ def test_a_plan_from_a_file_synchronizes_a_training_and_its_replay(tmp_path, rep
     (entry,) = result.results
     assert entry.identical
     assert entry.times[0].ratio > 3  # of int8
+
+
+def test_a_replay_keeps_the_momentum_of_the_workload_and_learns_nothing():
+    workload = make_workload("digits")
+    model = workload.model()
+    optimizer = without_learning(workload.optimizer(model))
+    assert may_have_momentum([optimizer])
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_a_plan_from_a_replay_has_the_names_of_the_model():

@@ -83,7 +83,7 @@ class Replay(Steps):
         ddp = DistributedDataParallel(
             RecordedModel(recording), bucket_cap_mb=segment.bucket_mb, gradient_as_bucket_view=True
         )
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        optimizer = without_learning(rank.workload.optimizer(ddp))
         return cls(rank, segment, ddp, optimizer, methods.connect(segment.method, ddp, optimizer, rank.job.seed))
 
     def step(self) -> tuple[float, float]:
@@ -119,6 +119,13 @@ def with_full_names(timed: TimedSteps) -> TimedSteps:
     table = PlanTable.from_json(timed.settled)
     rows = tuple(replace(row, name=methods.full_name(row.name)) for row in table.rows)
     return replace(timed, settled=replace(table, rows=rows).to_json())
+
+
+def without_learning(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with learning rate 0. What `auto` may choose depends on its momentum, which stays."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return optimizer
 
 
 def sleep_until(moment: float) -> None:
