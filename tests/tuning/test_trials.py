@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradwire.tuning.candidates import Candidate
-from gradwire.tuning.step_clock import BucketTiming, StepTiming, medians
+from gradwire.tuning.step_clock import BucketTiming, StepTiming, typical
 from gradwire.tuning.trials import WARM_UP, Script, Trials, run_steps
 
 ONE, OTHER = Candidate("one"), Candidate("other")
@@ -37,7 +37,7 @@ def test_neither_the_switch_nor_warm_up_is_timed() -> None:
     found = trials(runner)
     run_steps(found.run(ONE), runner.step)
     timing = found.timings[ONE]
-    assert (timing.step, timing.num_steps, runner.seconds) == (2.0, 3, [50.0])
+    assert (timing.step, timing.num_steps, runner.seconds) == (1.5, 3, [50.0])
     assert (timing.rest, timing.busy, timing.synchronizing) == (1.25, 0.5, 0.5)
     assert (timing.buckets, timing.nbytes) == ((BucketTiming(("w",), 8, 0.25),), 8)
 
@@ -64,8 +64,41 @@ def test_of_two_trials_the_shorter_step_counts() -> None:
     assert {candidate: timing.step for candidate, timing in found.timings.items()} == {ONE: 1.0, OTHER: 9.0}
 
 
+def test_a_step_is_a_mean_without_those_that_held_something_else() -> None:
+    in_turns = [StepTiming(seconds=seconds) for seconds in (1.0, 3.0) * 4]
+    assert typical(in_turns)[0] == 2.0
+    evaluated = [StepTiming(seconds=seconds) for seconds in (1.0, 1.0, 1.0, 90.0)]
+    assert typical(evaluated)[0] == 1.0
+
+
+def test_close_candidates_are_timed_again_in_turns_and_their_median_counts() -> None:
+    third = Candidate("third")
+    # Trials: the first one has luck, and the third is too slow to be close.
+    steps = [1.0] * 6 + [1.1] * 6 + [1.2] * 6
+    # Each turn: switching, one step of warm-up, three timed ones.
+    turns = [(ONE, 1.3), (OTHER, 1.1), (OTHER, 1.0), (ONE, 3.0), (ONE, 1.2), (OTHER, 2.0)]
+    runner = ScriptedSteps(*steps, *(seconds for _, seconds in turns for _ in range(5)))
+    found = trials(runner)
+    for candidate in (ONE, OTHER, third):
+        run_steps(found.run(candidate), runner.step)
+    run_steps(found.compare(within=0.15, turns=3), runner.step)
+    assert runner.switched[3:] == [candidate for candidate, _ in turns]
+    steps_of = {candidate: timing.step for candidate, timing in found.timings.items()}
+    assert steps_of == pytest.approx({ONE: 1.3, OTHER: 1.1, third: 1.2})
+    assert runner.seconds == []
+
+
+def test_what_is_far_from_the_others_is_not_timed_again() -> None:
+    runner = ScriptedSteps(*[1.0] * 6, *[1.2] * 6)
+    found = trials(runner)
+    for candidate in (ONE, OTHER):
+        run_steps(found.run(candidate), runner.step)
+    run_steps(found.compare(within=0.15, turns=3), runner.step)
+    assert runner.switched == [ONE, OTHER]
+
+
 def test_steps_with_other_buckets_than_the_last_do_not_count() -> None:
     first = StepTiming([BucketTiming(("a",), 4, 0.0), BucketTiming(("b",), 4, 9.0)], 90.0)
     last = StepTiming([BucketTiming(("a", "b"), 8, 2.0)], 10.0)
-    assert medians([first, last]).tolist() == medians([last]).tolist()
-    assert np.shape(medians([first, last])) == (8,)
+    assert typical([first, last]).tolist() == typical([last]).tolist()
+    assert np.shape(typical([first, last])) == (8,)

@@ -3,8 +3,8 @@
 1. *Dense.* Some steps by DDP's own all-reduce are timed.
 2. *Calibration and plan.* All ranks measure links, codecs and the engine. Rank 0 plans with these figures and the
    timeline of this model's backward pass, and shares the plan.
-3. *Trials.* Candidates that are predicted to be faster run some steps. Of the fastest, the one with the highest
-   fidelity stays.
+3. *Trials.* Candidates that are predicted to be faster run some steps. Those that come close to the fastest run again,
+   in turns. Of the fastest, the one with the highest fidelity stays.
 4. *Watch.* Every few steps all ranks compare figures. When steps or synchronization have become slower or faster for
    good, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests between these windows: nothing is
    timed, and a bucket costs one Python call.
@@ -26,7 +26,9 @@ Source: HiPress (SOSP 2021), section 3.3, selective compression. Trials and watc
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -50,19 +52,23 @@ from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
 from gradwire.tuning.choice import Decision, choose, fidelity_of
-from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, medians
+from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, typical
 from gradwire.tuning.trials import Script, Trials
 
 NATIVE = Candidate("DDP's all-reduce")
 NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", hook="fp16")
 FLUSH_RESIDUALS = Candidate("gradwire, flushing residuals", plan=Plan("none"))
-MIN_GAIN = 0.02  # share by which DDP's all-reduce in fp16 must be faster than a candidate of higher fidelity
+MIN_GAIN = 0.01  # share by which DDP's all-reduce in fp16 must be faster than a candidate of higher fidelity
 MIN_PLAN_GAIN = 0.05  # the same for a plan, whose steps vary more
 NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a third too long
+CLOSE = 0.15  # share by which a step may be longer than the fastest for its candidate to be timed again
+TURNS = 5  # of each such candidate
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0
 WINDOW = 4  # steps that are compared at a time
 REST_STEPS = 27  # steps by DDP's own all-reduce between two windows that are compared
+RIVAL_BOUND = 1.02  # ratio of a step to that of a candidate of higher fidelity in its trial, which no longer pays
+RIVAL_WINDOWS = 8  # of which the median is compared with that bound
 STRIKES = 2  # windows out of bounds in a row before links are measured again
 STEP_BOUND = 1.3  # ratio of steps, slower or faster
 SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
@@ -272,6 +278,7 @@ class Autopilot:
             fastest = min(each.step for each in timings.values())
             if candidate not in timings and _worth_a_trial(candidate, predicted[candidate], fastest):
                 yield from self._trials.run(candidate)
+        yield from self._trials.compare(CLOSE, TURNS)
         measured = {candidate: each.step for candidate, each in timings.items()}
         chosen = choose(measured, margin)
         yield from self.switch(chosen)
@@ -293,6 +300,7 @@ class Autopilot:
             What has changed, and the new timing.
         """
         changed, self.settled = 0, True
+        recent: deque[float] = deque(maxlen=RIVAL_WINDOWS)
         while True:
             if not self.current.gradwire and not changed:
                 self._rest_steps = REST_STEPS
@@ -301,12 +309,14 @@ class Autopilot:
             for _ in range(WINDOW):
                 yield
                 steps.append(self.last)
-            self._figures = medians(steps)
+            self._figures = typical(steps)
             yield  # they are sent, and the answers arrive, together with this step's gradients
             answers, self._answers = self._answers, None
             assert answers is not None, "a step has passed"
             timing = Timing.of(steps, answers())
-            reason = _change(kept, timing) or (NO_GAIN if timing.step > (1 + MIN_GAIN) * rival else None)
+            recent.append(timing.step)
+            no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
+            reason = _change(kept, timing) or (NO_GAIN if no_gain else None)
             changed = changed + 1 if reason else 0
             if reason is not None and changed >= strikes:
                 self.settled = False

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+_OUTLIER = 2.0  # times the median of the steps
+
 
 @dataclass
 class BucketTiming:
@@ -92,7 +94,7 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class Timing:
-    """Several steps, the same on all ranks: the median of each rank, and the largest of all ranks.
+    """Several steps, the same on all ranks: what is typical of each rank, and the largest of all ranks.
 
     The fields up to `codec` are those of `StepTiming`.
 
@@ -113,9 +115,9 @@ class Timing:
     num_steps: int
 
     @classmethod
-    def of(cls, steps: Sequence[StepTiming], medians: np.ndarray) -> Timing:
-        """Combine this rank's buckets with the largest `medians` of all ranks."""
-        step, rest, busy, synchronizing, link, sent_bytes, codec, *ready = medians.tolist()
+    def of(cls, steps: Sequence[StepTiming], figures: np.ndarray) -> Timing:
+        """Combine this rank's buckets with the largest `typical` figures of all ranks."""
+        step, rest, busy, synchronizing, link, sent_bytes, codec, *ready = figures.tolist()
         buckets = [BucketTiming(each.names, each.nbytes, at) for each, at in zip(steps[-1].buckets, ready, strict=True)]
         return cls(step, rest, busy, synchronizing, link, sent_bytes, codec, tuple(buckets), len(steps))
 
@@ -130,18 +132,23 @@ class Timing:
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
-def medians(steps: Sequence[StepTiming]) -> np.ndarray:
-    """Return the medians of this rank's steps: float64[7 + B], the fields of `Timing` and the times of the buckets.
+def typical(steps: Sequence[StepTiming]) -> np.ndarray:
+    """Return typical figures of this rank's steps: float64[7 + B], the fields of `Timing` and the times of the buckets.
+
+    The length of a step is a mean, since a rank that waits in one step begins the next one early: steps are long and
+    short in turns, and their median says little. Steps over twice the median do not count, such as those with an
+    evaluation. All other figures are medians.
 
     DDP rebuilds its buckets after the first step. Steps with another number of buckets than the last are left out.
     """
-    rows = [
+    rows = np.array([
         [step.seconds, step.rest, step.busy, step.synchronizing, step.link, step.sent_bytes, step.codec]
         + [bucket.ready for bucket in step.buckets]
         for step in steps
         if len(step.buckets) == len(steps[-1].buckets)
-    ]
-    found: np.ndarray = np.median(np.array(rows), axis=0)
+    ])  # fmt: skip
+    found: np.ndarray = np.median(rows, axis=0)
+    found[0] = rows[rows[:, 0] <= _OUTLIER * found[0], 0].mean()
     return found
 
 

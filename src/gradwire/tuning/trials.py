@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from gradwire.tuning.candidates import Candidate
-from gradwire.tuning.step_clock import StepTiming, Timing, medians
+from gradwire.tuning.step_clock import StepTiming, Timing, typical
 
 WARM_UP = 2  # steps after a switch: DDP rebuilds its buckets after the first
 
@@ -56,6 +56,25 @@ class Trials:
         timing = yield from self.time()
         self.timings[candidate] = min(self.timings.get(candidate, timing), timing, key=lambda each: each.step)
 
+    def compare(self, within: float, turns: int) -> Script[None]:
+        """Time the fastest candidates again, in turns, so that other work and chance meet all of them.
+
+        Args:
+            within: Share by which steps of a candidate may be longer than the shortest.
+            turns: Times that each candidate is timed. The one with the median step counts.
+        """
+        longest = (1 + within) * min(timing.step for timing in self.timings.values())
+        close = [candidate for candidate, timing in self.timings.items() if timing.step <= longest]
+        if len(close) < 2:
+            return
+        found: dict[Candidate, list[Timing]] = {candidate: [] for candidate in close}
+        for turn in range(turns):
+            for candidate in close[:: (-1) ** turn]:
+                yield from self.runner.switch(candidate)
+                found[candidate].append((yield from self.time(warm_up=1)))
+        for candidate, timings in found.items():
+            self.timings[candidate] = sorted(timings, key=lambda each: each.step)[turns // 2]
+
     def time(self, warm_up: int = WARM_UP) -> Script[Timing]:
         """Time steps of the current candidate, after some that are not timed."""
         for _ in range(warm_up):
@@ -66,7 +85,7 @@ class Trials:
             yield
             steps.append(self.runner.last)
             spent += float(self.largest(np.array([steps[-1].seconds]))[0])
-        return Timing.of(steps, self.largest(medians(steps)))
+        return Timing.of(steps, self.largest(typical(steps)))
 
 
 def run_steps(script: Script[T], step: Callable[[], object]) -> T:
