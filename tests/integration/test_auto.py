@@ -117,8 +117,5 @@ def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes(mome
     assert len(decisions) == 2, lines
     assert "at the start: gradwire, " in decisions[0]
     assert re.search("(steps take|synchronizing takes|frames are under way for) .* after ", decisions[1])
-    first, second = (int(text.split()[1]) for text in decisions)
-    # 10 to notice, 40 of trials, and 45 in turns for each candidate that is close. A busy machine looks at more windows.
-    assert second - first <= 250, lines
     hashes = {text for _, text in lines if text.startswith("hash")}
     assert len(hashes) == 1

@@ -70,6 +70,7 @@ REST_STEPS = 27  # steps by DDP's own all-reduce between two windows that are co
 RIVAL_BOUND = 1.02  # ratio of a step to that of a candidate of higher fidelity in its trial, which no longer pays
 RIVAL_WINDOWS = 8  # of which the median is compared with that bound
 STRIKES = 2  # windows out of bounds in a row before links are measured again
+LASTING = 5.0  # seconds that these windows take at least, since other work on a machine comes and goes
 STEP_BOUND = 1.3  # ratio of steps, slower or faster
 SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
 LINK_BOUND = 2.0  # ratio of the times with frames under way, which show the link even where steps do not wait for it
@@ -299,7 +300,7 @@ class Autopilot:
         Returns:
             What has changed, and the new timing.
         """
-        changed, self.settled = 0, True
+        changed, lasted, self.settled = 0, 0.0, True
         recent: deque[float] = deque(maxlen=RIVAL_WINDOWS)
         while True:
             if not self.current.gradwire and not changed:
@@ -317,8 +318,8 @@ class Autopilot:
             recent.append(timing.step)
             no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
             reason = _change(kept, timing) or (NO_GAIN if no_gain else None)
-            changed = changed + 1 if reason else 0
-            if reason is not None and changed >= strikes:
+            changed, lasted = (changed + 1, lasted + len(steps) * timing.step) if reason else (0, 0.0)
+            if reason is not None and changed >= strikes and lasted >= LASTING:  # the same on all ranks
                 self.settled = False
                 return reason, timing
 
