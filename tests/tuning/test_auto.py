@@ -199,3 +199,12 @@ def test_gcomp_by_name_needs_its_optimizer_also_where_auto_decides_about_the_res
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)))
     with pytest.raises(OptionError, match="optimizer"):
         gw.attach(ddp, {"0.weight": "gcomp", "*": "auto"})
+
+
+def test_gradients_are_sampled_for_gcomp_only_where_it_has_them() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    with gw.attach(ddp, "auto", optimizer=optimizer) as handle:  # which may choose gcomp later
+        assert handle.synchronizer.need_optimizer == frozenset()
+        handle.synchronizer.replan(gw.Plan({"0.weight": "gcomp", "*": "none"}))
+        assert handle.synchronizer.need_optimizer == {"0.weight"}

@@ -257,7 +257,9 @@ class Handle(ObservedHandle):
             return self.synchronizer.submit(given, result=bucket.buffer())
 
         future = submit() if self.autopilot is None else self.autopilot.average(bucket, names, submit)
-        return future if joined else self._optimizers.watch(future, bucket, names)
+        own = self.autopilot is None or self.autopilot.current.gradwire
+        cut = self.synchronizer.need_optimizer if own and not joined else ()
+        return self._optimizers.watch(future, bucket, names, cut) if cut else future
 
     def _may_rest(self) -> bool:
         """Whether nothing but averaging is due in the step that begins."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -211,15 +211,24 @@ class Optimizers:
         return None if owner is None else owner.state
 
     def watch(
-        self, future: torch.futures.Future[torch.Tensor], bucket: torch_private.GradBucket, names: Sequence[str]
+        self,
+        future: torch.futures.Future[torch.Tensor],
+        bucket: torch_private.GradBucket,
+        names: Sequence[str],
+        cut: Collection[str],
     ) -> torch.futures.Future[torch.Tensor]:
-        """Sample the largest mean of each optimizer in a bucket, to see later how it was changed. For gcomp."""
-        if not self.states:
-            return future
+        """Sample the largest mean of each optimizer among those that gcomp has `cut`, to see how it is changed.
+
+        Args:
+            future: The means of a bucket.
+            bucket: The bucket.
+            names: Names of its parameters.
+            cut: Names of all parameters that travel by gcomp.
+        """
         parameters = torch_private.bucket_parameters(bucket)
         largest: dict[int, int] = {}
         for index in sorted(range(len(names)), key=lambda index: parameters[index].numel()):
-            if self._state_of(names[index]) is not None:
+            if names[index] in cut and self._state_of(names[index]) is not None:
                 largest[id(self._owner_of[names[index]])] = index
         kept = [
             (

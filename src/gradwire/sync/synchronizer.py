@@ -157,6 +157,11 @@ class Synchronizer(Peers):
         return self._tensors.specs
 
     @property
+    def need_optimizer(self) -> frozenset[str]:
+        """Names of the tensors whose compressor under the current plan needs the optimizer's state."""
+        return self._tensors.need_optimizer
+
+    @property
     def num_steps(self) -> int:
         """Steps since the synchronizer was created. Unlike `step`, it does not continue from a loaded state."""
         return self._num_steps

@@ -45,6 +45,7 @@ class TensorRegistry:
         specs: Specs of the full tensors.
         entries: Plan entries on these nodes.
         rotations: Owner of the first range of each tensor, modulo the number of ranks.
+        need_optimizer: Names of the tensors whose compressor needs the optimizer's state.
         version: Counts the changes of tensors and entries.
     """
 
@@ -57,6 +58,7 @@ class TensorRegistry:
         self._world_size = world_size
         self._nodes = nodes
         self.rotations: dict[str, int] = {}
+        self.need_optimizer: frozenset[str] = frozenset()
         self.version = 0
         self._group_elements: Counter[_GroupKey] = Counter()
         self._group_bytes: Counter[tuple[_GroupKey, FrameKind]] = Counter()  # of a message of compressed tensors
@@ -112,6 +114,7 @@ class TensorRegistry:
         """
         sizes = [(self.entries[name], self.specs[name].numel) for name in self.names]
         self.rotations = dict(zip(self.names, fusion.rotations(sizes)))
+        self.need_optimizer = frozenset(name for name, each in self.entries.items() if each.compressor.needs_optimizer)
         elements: Counter[_GroupKey] = Counter()
         num_bytes: Counter[tuple[_GroupKey, FrameKind]] = Counter()
         for name, (entry, numel) in zip(self.names, sizes):
