@@ -6,6 +6,7 @@ backward pass of the user's, `run_steps` between steps that it runs itself. All 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -77,14 +78,14 @@ class Trials:
 
     def time(self, warm_up: int = WARM_UP) -> Script[Timing]:
         """Time steps of the current candidate, after some that are not timed."""
-        for _ in range(warm_up):
+        for _ in range(warm_up + 1):
             yield
-        steps: list[StepTiming] = []
-        spent = 0.0
-        while not steps or (len(steps) < self.max_steps and spent < self.max_seconds):
+        steps = [self.runner.last]
+        seconds = max(1e-9, float(self.largest(np.array([steps[0].seconds]))[0]))
+        # Ranks do not exchange anything before the last of these steps, so that they wait for each other as usual.
+        for _ in range(min(self.max_steps, math.ceil(self.max_seconds / seconds)) - 1):
             yield
             steps.append(self.runner.last)
-            spent += float(self.largest(np.array([steps[-1].seconds]))[0])
         return Timing.of(steps, self.largest(typical(steps)))
 
 
