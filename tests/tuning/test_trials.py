@@ -55,6 +55,19 @@ def test_the_slowest_rank_says_how_long_steps_take() -> None:
     assert (timing.num_steps, timing.step) == (3, 4.0)
 
 
+def test_ranks_exchange_nothing_between_steps_that_are_timed_but_after_the_first() -> None:
+    runner = ScriptedSteps(*[1.0] * 10)
+    left: list[int] = []
+
+    def largest(mine: np.ndarray) -> np.ndarray:
+        left.append(len(runner.seconds))
+        return mine
+
+    timing = run_steps(Trials(runner, largest, 8, 10.0).time(warm_up=2), runner.step)
+    assert timing.num_steps == 8
+    assert left == [10 - 2 - 1, 0]
+
+
 def test_of_two_trials_the_shorter_step_counts() -> None:
     runner = ScriptedSteps(*[2.0] * 6, *[9.0] * 6, *[1.0] * 6, *[3.0] * 6)
     found = trials(runner)
