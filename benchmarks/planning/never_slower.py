@@ -1,8 +1,9 @@
-"""Is a method of gradwire ever slower than its rivals? Runs in turns, compared pair by pair.
+"""Is a method of gradwire ever slower than its rivals? Steps in turns, compared run by run.
 
-All methods run one after another in one job in the lab, six times, and in the opposite order every other time. Each
-replays the backward pass of the same recording; codecs and network are real. `auto` begins every run from nothing, and
-is timed once it has decided. Bucket sizes are tried in a job of their own, and each method keeps its faster one.
+All methods run in one job in the lab, six times. Each replays the backward pass of the same recording; codecs and
+network are real. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a
+second (`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. Bucket
+sizes are tried in a job of their own, and each method keeps its faster one.
 
 The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
 has the median of its ratios. Its control is the rival compared with itself: the ratios of its median to its slowest and
@@ -46,16 +47,21 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
     """Rows of all runs of one workload at one rate."""
     tried = [(method, size) for method in methods for size in bucket_sizes(method, BUCKETS_MB)]
     faster: dict[str, Row] = {}
-    for row in _run(task, rate, [tried], seconds / 3, progress):
+    for row in _run(task, rate, [tried], seconds / 3, progress, "gradwire.bench.worker"):
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
     chosen = [(method, faster[method]["bucket_mb"]) for method in methods]
-    return _run(task, rate, [chosen[:: (-1) ** run] for run in range(runs)], seconds, progress)
+    return _run(task, rate, [chosen] * runs, seconds, progress, "benchmarks.planning.turns")
 
 
 def _run(
-    task: Task, rate: str, rounds: Sequence[Sequence[tuple[str, float]]], seconds: float, progress: Progress
+    task: Task,
+    rate: str,
+    rounds: Sequence[Sequence[tuple[str, float]]],
+    seconds: float,
+    progress: Progress,
+    module: str,
 ) -> list[Row]:
-    """Run methods with their bucket sizes, round by round, in one job."""
+    """Run methods with their bucket sizes, round by round, in one job of this module."""
     rates = (None if rate == UNSHAPED else rate,)
     pairs = [(number, method, size) for number, each in enumerate(rounds) for method, size in each]
     segments = [
@@ -70,7 +76,7 @@ def _run(
 
     deadline = 300.0 * len(segments)
     job = BenchmarkJob(task.made_by, tuple(segments), folder="", deadline_seconds=deadline, replay=True)
-    outcomes = launch(job, RANKS, on_message, lab=True)
+    outcomes = launch(job, RANKS, on_message, lab=True, module=module)
     progress.remove_task(bar)
     rows = []
     for index, (number, method, size) in enumerate(pairs):

@@ -2,6 +2,10 @@
 
 import pytest
 from benchmarks.planning.never_slower import Verdict, table, verdicts
+from benchmarks.planning.turns import MIN_TURNS
+
+from gradwire.bench.job import BenchmarkJob, Segment
+from gradwire.bench.launch import launch
 
 RUNS = 6
 
@@ -42,3 +46,18 @@ def test_the_table_has_a_line_for_each_cell_and_counts_those_that_hold():
     assert "| text | 100 Mb/s | DDP fp32 | 2000.0 | 1000.0 | 2.00 | 2.00 | 1.00 to 1.00 |  |" in text
     assert "| deep | unshaped | DDP fp32 | 1000.0 | 2000.0 | 0.50 | 0.50 | 1.00 to 1.00 | slower |" in text
     assert text.endswith("`auto` is not slower in 1 of 2 cells.")
+
+
+@pytest.mark.ci
+def test_the_methods_of_each_run_are_timed_in_turns():
+    methods = ("int8", "ddp-fp32")
+    segments = tuple(Segment(method, timed_seconds=0.1) for _ in range(2) for method in methods)
+    job = BenchmarkJob("digits", segments, folder="", replay=True)
+    outcomes = launch(job, 2, module="benchmarks.planning.turns")
+    assert sorted((each.segment, each.rank) for each in outcomes) == [(at, rank) for at in range(4) for rank in (0, 1)]
+    sent = {}
+    for each in outcomes:
+        (timed,) = each.timed
+        assert len(timed.seconds) % MIN_TURNS == 0 and min(timed.seconds) > 0
+        sent[segments[each.segment].method] = timed.sent_bytes / len(timed.seconds)
+    assert 3 * sent["int8"] < sent["ddp-fp32"]
