@@ -84,21 +84,33 @@ def test_a_step_is_a_mean_without_those_that_held_something_else() -> None:
     assert typical(evaluated)[0] == 1.0
 
 
-def test_close_candidates_are_timed_again_in_turns_and_their_median_counts() -> None:
+def test_close_candidates_are_timed_again_in_turns_and_compared_within_each() -> None:
     third = Candidate("third")
     # Trials: the first one has luck, and the third is too slow to be close.
     steps = [1.0] * 6 + [1.1] * 6 + [1.2] * 6
-    # Each turn: switching, one step of warm-up, three timed ones.
-    turns = [(ONE, 1.3), (OTHER, 1.1), (OTHER, 1.0), (ONE, 3.0), (ONE, 1.2), (OTHER, 2.0)]
-    runner = ScriptedSteps(*steps, *(seconds for _, seconds in turns for _ in range(5)))
+    # Each turn: switching, one step of warm-up, a timed one. The machine is slow during the second turn.
+    turns = [(ONE, 1.3), (OTHER, 1.04), (OTHER, 2.0), (ONE, 2.4), (ONE, 1.2), (OTHER, 1.2)]
+    runner = ScriptedSteps(*steps, *(seconds for _, seconds in turns for _ in range(3)))
     found = trials(runner)
     for candidate in (ONE, OTHER, third):
         run_steps(found.run(candidate), runner.step)
     run_steps(found.compare(within=0.15, turns=3), runner.step)
     assert runner.switched[3:] == [candidate for candidate, _ in turns]
     steps_of = {candidate: timing.step for candidate, timing in found.timings.items()}
-    assert steps_of == pytest.approx({ONE: 1.3, OTHER: 1.1, third: 1.2})
+    assert steps_of == pytest.approx({ONE: 1.3, OTHER: 1.3 * 2.0 / 2.4, third: 1.2})  # ratios 0.8, 0.83, 1.0
     assert runner.seconds == []
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.001, 40), (0.1, 10), (3.0, 1)])
+def test_a_turn_takes_about_a_second(seconds: float, expected: int) -> None:
+    runner = ScriptedSteps(*[seconds] * 1000)
+    found = trials(runner)
+    for candidate in (ONE, OTHER):
+        run_steps(found.run(candidate), runner.step)
+    left = len(runner.seconds)
+    run_steps(found.compare(within=0.15, turns=1), runner.step)
+    assert left - len(runner.seconds) == 2 * (1 + 1 + expected)
+    assert {timing.num_steps for timing in found.timings.values()} == {expected}
 
 
 def test_what_is_far_from_the_others_is_not_timed_again() -> None:

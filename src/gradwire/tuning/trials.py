@@ -7,8 +7,9 @@ backward pass of the user's, `run_steps` between steps that it runs itself. All 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.step_clock import StepTiming, Timing, typical
 
+TURN_SECONDS = 1.0
+TURN_STEPS = 40  # most steps of a turn
 WARM_UP = 2  # steps after a switch: DDP rebuilds its buckets after the first
 
 T = TypeVar("T")
@@ -58,11 +61,14 @@ class Trials:
         self.timings[candidate] = min(self.timings.get(candidate, timing), timing, key=lambda each: each.step)
 
     def compare(self, within: float, turns: int) -> Script[None]:
-        """Time the fastest candidates again, in turns, so that other work and chance meet all of them.
+        """Time the fastest candidates again, in turns of about a second.
+
+        The speed of a machine drifts, but hardly within a turn. So the first candidate's step is its median over the
+        turns, and that of another one follows from the median of its ratios to the first.
 
         Args:
             within: Share by which steps of a candidate may be longer than the shortest.
-            turns: Times that each candidate is timed. The one with the median step counts.
+            turns: Times that each candidate is timed.
         """
         longest = (1 + within) * min(timing.step for timing in self.timings.values())
         close = [candidate for candidate, timing in self.timings.items() if timing.step <= longest]
@@ -72,18 +78,25 @@ class Trials:
         for turn in range(turns):
             for candidate in close[:: (-1) ** turn]:
                 yield from self.runner.switch(candidate)
-                found[candidate].append((yield from self.time(warm_up=1)))
+                found[candidate].append((yield from self._time(1, TURN_STEPS, TURN_SECONDS)))
+        first = found[close[0]]
+        usual = statistics.median(timing.step for timing in first)
         for candidate, timings in found.items():
-            self.timings[candidate] = sorted(timings, key=lambda each: each.step)[turns // 2]
+            ratios = [timing.step / other.step for timing, other in zip(timings, first, strict=True)]
+            typical_one = timings[ratios.index(sorted(ratios)[turns // 2])]
+            self.timings[candidate] = replace(typical_one, step=usual * statistics.median(ratios))
 
     def time(self, warm_up: int = WARM_UP) -> Script[Timing]:
         """Time steps of the current candidate, after some that are not timed."""
+        return (yield from self._time(warm_up, self.max_steps, self.max_seconds))
+
+    def _time(self, warm_up: int, max_steps: int, max_seconds: float) -> Script[Timing]:
         for _ in range(warm_up + 1):
             yield
         steps = [self.runner.last]
         seconds = max(1e-9, float(self.largest(np.array([steps[0].seconds]))[0]))
         # Ranks do not exchange anything before the last of these steps, so that they wait for each other as usual.
-        for _ in range(min(self.max_steps, math.ceil(self.max_seconds / seconds)) - 1):
+        for _ in range(min(max_steps, math.ceil(max_seconds / seconds)) - 1):
             yield
             steps.append(self.runner.last)
         return Timing.of(steps, self.largest(typical(steps)))
