@@ -61,7 +61,7 @@ FLUSH_RESIDUALS = Candidate("gradwire, flushing residuals", plan=Plan("none"))
 MIN_GAIN = 0.01  # share by which DDP's all-reduce in fp16 must be faster than a candidate of higher fidelity
 MIN_PLAN_GAIN = 0.05  # the same for a plan, whose steps vary more
 NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a third too long
-CLOSE = 0.15  # share by which a step may be longer than the fastest for its candidate to be timed again
+CLOSE = 0.25  # share by which a step may be longer than the fastest for its candidate to be timed again
 TURNS = 5  # of each such candidate
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0
