@@ -3,8 +3,8 @@
 All methods run in one job in the lab, six times. Each replays the backward pass of the same recording; codecs and
 network are real. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a
 second (`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. Bucket
-sizes are tried in a job of their own. Each rival keeps its faster one, and the method has that of the fastest rival: a
-script that was tuned without gradwire.
+sizes are tried in a job of their own, and each method keeps its faster one. `auto` has that of the fastest rival, as in
+a script that was tuned without it.
 
 The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
 has the median of its ratios. Its control is the rival compared with itself: the ratios of its median to its slowest and
@@ -28,7 +28,7 @@ from benchmarks.keys import key_of
 from benchmarks.options import Rates, Seconds, listed
 from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
 from gradwire.bench.launch import launch
-from gradwire.bench.methods import bucket_sizes, is_native, label
+from gradwire.bench.methods import bucket_sizes, is_auto, is_native, label
 from gradwire.bench.results import combine_times
 from gradwire.bench.table import rate_text
 from gradwire.planner import PlanTable
@@ -47,12 +47,13 @@ Row = dict[str, Any]
 def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: float, progress: Progress) -> list[Row]:
     """Rows of all runs of one workload at one rate. The first of the methods is compared with the others."""
     method, *rivals = methods
-    tried = [(rival, size) for rival in rivals for size in bucket_sizes(rival, BUCKETS_MB)]
+    tuned = rivals if is_auto(method) else methods
+    tried = [(each, size) for each in tuned for size in bucket_sizes(each, BUCKETS_MB)]
     faster: dict[str, Row] = {}
     for row in _run(task, rate, [tried], seconds / 3, progress, "gradwire.bench.worker"):
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
-    fastest = min(faster.values(), key=lambda each: each["value"])
-    chosen = [(method, fastest["bucket_mb"]), *((rival, faster[rival]["bucket_mb"]) for rival in rivals)]
+    faster.setdefault(method, min(faster.values(), key=lambda each: each["value"]))
+    chosen = [(each, faster[each]["bucket_mb"]) for each in methods]
     return _run(task, rate, [chosen] * runs, seconds, progress, "benchmarks.planning.turns")
 
 
