@@ -54,12 +54,14 @@ def test_dense_candidates_have_the_highest_fidelity_and_ddps_own_wins_among_them
     assert choose({NATIVE: 1.0, dense: 0.95}, margin) == dense
 
 
-def test_the_margin_is_that_of_the_fastest() -> None:
+def test_each_candidate_must_beat_those_of_higher_fidelity_by_its_own_margin() -> None:
     compressed = Candidate.of(table("fp16"))
     assert choose({NATIVE: 1.0, NATIVE_FP16: 0.98}, margin) == NATIVE_FP16
     assert choose({NATIVE: 1.0, NATIVE_FP16: 0.995}, margin) == NATIVE
     assert choose({NATIVE: 1.0, compressed: 0.97}, margin) == NATIVE
     assert choose({NATIVE: 1.0, NATIVE_FP16: 0.9, compressed: 0.8}, margin) == compressed
+    # The plan does not beat fp16 by enough, and must not keep it from beating fp32.
+    assert choose({NATIVE: 1.0, NATIVE_FP16: 0.96, compressed: 0.955}, margin) == NATIVE_FP16
     assert choose({NATIVE: 1.0, compressed: 0.9}, margin, least=0.99) == NATIVE  # none is shorter than the computation
 
 

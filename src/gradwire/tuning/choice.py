@@ -29,16 +29,19 @@ def fidelity_of(candidate: Timed) -> int:
 
 
 def choose(steps: Mapping[C, float], margin: Callable[[C], float], least: float = 0.0) -> C:
-    """Return the candidate of the highest fidelity among those that are about as fast as the fastest.
+    """Return the candidate of the highest fidelity that none of lower fidelity beats by its margin.
 
     Args:
-        steps: Seconds of a step by candidate. Among candidates of one fidelity the first wins.
-        margin: Share by which the fastest must beat a candidate of higher fidelity, because timings vary.
+        steps: Seconds of a step by candidate. Among candidates of one fidelity the first wins, unless another beats it.
+        margin: Share by which a candidate must be faster than one of higher fidelity, because timings vary.
         least: Seconds of a step without communication, if they are known. No step counts as shorter.
     """
-    fastest = min(steps, key=lambda candidate: steps[candidate])
-    limit = (1 + margin(fastest)) * max(least, steps[fastest])
-    return max((candidate for candidate, step in steps.items() if step <= limit), key=fidelity_of)
+
+    def is_beaten(candidate: C) -> bool:
+        rivals = (other for other in steps if fidelity_of(other) <= fidelity_of(candidate))
+        return any((1 + margin(rival)) * max(least, steps[rival]) < steps[candidate] for rival in rivals)
+
+    return max((candidate for candidate in steps if not is_beaten(candidate)), key=fidelity_of)
 
 
 @dataclass(frozen=True)
