@@ -69,8 +69,8 @@ WINDOW = 4  # steps that are compared at a time
 REST_STEPS = 27  # steps by DDP's own all-reduce between two windows that are compared
 RIVAL_BOUND = 1.02  # ratio of a step to that of a candidate of higher fidelity in its trial, which no longer pays
 RIVAL_WINDOWS = 8  # of which the median is compared with that bound
-STRIKES = 2  # windows out of bounds in a row before links are measured again
-LASTING = 5.0  # seconds that these windows take at least, since other work on a machine comes and goes
+STRIKES = 2  # windows out of bounds, less those within, before links are measured again
+LASTING = 5.0  # seconds of these windows, likewise, since other work on a machine comes and goes
 STEP_BOUND = 1.3  # ratio of steps, slower or faster
 SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
 LINK_BOUND = 2.0  # ratio of the times with frames under way, which show the link even where steps do not wait for it
@@ -290,11 +290,11 @@ class Autopilot:
         return timings[chosen], min(rivals, default=math.inf)
 
     def _watch(self, kept: Timing, strikes: int, rival: float) -> Script[tuple[Reason, Timing]]:
-        """Compare figures until they have changed several times in a row.
+        """Compare figures until they have changed in enough windows.
 
         Args:
             kept: Timing at the decision.
-            strikes: Number of changed windows in a row.
+            strikes: Number of changed windows, less those that are not.
             rival: Seconds of a step by a candidate of higher fidelity, above which the current one no longer pays.
 
         Returns:
@@ -318,7 +318,8 @@ class Autopilot:
             recent.append(timing.step)
             no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
             reason = _change(kept, timing) or (NO_GAIN if no_gain else None)
-            changed, lasted = (changed + 1, lasted + len(steps) * timing.step) if reason else (0, 0.0)
+            sign = 1 if reason else -1  # other work may hide a change in some of the windows
+            changed, lasted = max(0, changed + sign), max(0.0, lasted + sign * len(steps) * timing.step)
             if reason is not None and changed >= strikes and lasted >= LASTING:  # the same on all ranks
                 self.settled = False
                 return reason, timing
