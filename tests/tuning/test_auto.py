@@ -18,13 +18,12 @@ from gradwire.tuning.auto import (
     NATIVE,
     NATIVE_DOUBT,
     NATIVE_FP16,
-    SYNC_BOUND,
     Autopilot,
-    _change,
     _worth_a_trial,
     margin,
 )
 from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.change import SYNC_BOUND, change_of
 from gradwire.tuning.choice import choose, fidelity_of
 from gradwire.tuning.step_clock import BucketTiming, Timing
 
@@ -97,15 +96,15 @@ def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time(pilot: Auto
     (TIMING, replace(TIMING, synchronizing=0.8 / SYNC_BOUND / 1.01), "synchronizing", "synchronizing takes"),
 ])  # fmt: skip
 def test_a_change_has_a_kind_and_says_what_it_is(kept: Timing, now: Timing, kind: str, text: str) -> None:
-    found = _change(kept, now)
+    found = change_of(kept, now)
     assert found is not None
     assert found.kind == kind
     assert text in found.text
 
 
 def test_small_changes_are_none() -> None:
-    assert _change(TIMING, replace(TIMING, step=1.2, synchronizing=1.2)) is None
-    assert _change(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) is None
+    assert change_of(TIMING, replace(TIMING, step=1.2, synchronizing=1.2)) is None
+    assert change_of(replace(TIMING, link=0.01), replace(TIMING, link=0.03)) is None
 
 
 def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> None:
@@ -203,7 +202,7 @@ def test_gcomp_by_name_needs_its_optimizer_also_where_auto_decides_about_the_res
         gw.attach(ddp, {"0.weight": "gcomp", "*": "auto"})
 
 
-def test_gradients_are_sampled_for_gcomp_only_where_it_has_them() -> None:
+def test_tensors_need_the_optimizer_only_while_gcomp_has_them() -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)))
     optimizer = torch.optim.AdamW(ddp.parameters())
     with gw.attach(ddp, "auto", optimizer=optimizer) as handle:  # which may choose gcomp later

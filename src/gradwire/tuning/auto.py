@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +50,7 @@ from gradwire.sync.plan_entry import PlanEntry, is_small
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
+from gradwire.tuning.change import NO_GAIN, START, Reason, change_of
 from gradwire.tuning.choice import Decision, choose, fidelity_of
 from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, typical
 from gradwire.tuning.trials import Script, Trials
@@ -71,28 +71,8 @@ RIVAL_BOUND = 1.02  # ratio of a step to that of a candidate of higher fidelity 
 RIVAL_WINDOWS = 8  # of which the median is compared with that bound
 STRIKES = 2  # windows out of bounds, less those within, before links are measured again
 LASTING = 5.0  # seconds of these windows, likewise, since other work on a machine comes and goes
-STEP_BOUND = 1.3  # ratio of steps, slower or faster
-SYNC_BOUND = 2.0  # ratio of the times between a bucket and its mean
-LINK_BOUND = 2.0  # ratio of the times with frames under way, which show the link even where steps do not wait for it
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
-_LINK_SHARE = 0.05  # share of a step with frames under way, below which this time says nothing
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
-
-
-class Reason(NamedTuple):
-    """Why it is time to decide.
-
-    Attributes:
-        kind: What has changed since the last decision. ``"no gain"`` if a candidate of higher fidelity was faster.
-        text: The reason in words.
-    """
-
-    kind: Literal["start", "step", "synchronizing", "link", "no gain"]
-    text: str
-
-
-START = Reason("start", "at the start")
-NO_GAIN = Reason("no gain", "steps take longer than those of a candidate of higher fidelity did")
 
 
 class Autopilot:
@@ -317,7 +297,7 @@ class Autopilot:
             timing = Timing.of(steps, answers())
             recent.append(timing.step)
             no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
-            reason = _change(kept, timing) or (NO_GAIN if no_gain else None)
+            reason = change_of(kept, timing) or (NO_GAIN if no_gain else None)
             sign = 1 if reason else -1  # other work may hide a change in some of the windows
             changed, lasted = max(0, changed + sign), max(0.0, lasted + sign * len(steps) * timing.step)
             if reason is not None and changed >= strikes and lasted >= LASTING:  # the same on all ranks
@@ -415,17 +395,3 @@ def _worth_a_trial(candidate: Candidate, predicted: float, fastest: float) -> bo
     fidelity and must not lose by a prediction alone.
     """
     return predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)
-
-
-def _change(kept: Timing, now: Timing) -> Reason | None:
-    """Return what has changed; None if nothing has."""
-    compared: list[tuple[Reason, float, float, float]] = [
-        (Reason("step", "steps take"), kept.step, now.step, STEP_BOUND),
-        (Reason("synchronizing", "synchronizing takes"), kept.synchronizing, now.synchronizing, SYNC_BOUND),
-    ]
-    if max(kept.link, now.link) >= _LINK_SHARE * now.step:
-        compared.append((Reason("link", "frames are under way for"), kept.link, now.link, LINK_BOUND))
-    for reason, before, after, bound in compared:
-        if not before / bound <= after <= before * bound:
-            return Reason(reason.kind, f"{reason.text} {seconds(after)} after {seconds(before)}")
-    return None

@@ -83,8 +83,8 @@ class Trials:
         usual = statistics.median(timing.step for timing in first)
         for candidate, timings in found.items():
             ratios = [timing.step / other.step for timing, other in zip(timings, first, strict=True)]
-            typical_one = timings[ratios.index(sorted(ratios)[turns // 2])]
-            self.timings[candidate] = replace(typical_one, step=usual * statistics.median(ratios))
+            ratio = statistics.median_low(ratios)
+            self.timings[candidate] = replace(timings[ratios.index(ratio)], step=usual * ratio)
 
     def time(self, warm_up: int = WARM_UP) -> Script[Timing]:
         """Time steps of the current candidate, after some that are not timed."""
