@@ -18,7 +18,7 @@ from tests.forks import forks
 from tests.integration import worker
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300.0  # seconds; on a busy machine, processes that import torch may need a minute to start
+PATIENCE = 300.0  # seconds, less than the timeout of a test, so that the latter can tell what the ranks printed
 
 
 @dataclass
@@ -37,7 +37,7 @@ def launch(
 
     Args:
         job: ``"module.function"``; it is called with (rank, world_size, **parameters) and returns JSON.
-        timeout: seconds after which ranks still running are killed.
+        timeout: seconds after which ranks still running print their stacks and are killed.
         doomed: ranks that are not waited for: killed once the others have ended.
     """
     port = free_port()
@@ -93,6 +93,10 @@ def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, pat
 def _collect(process: ForkServerProcess, path: Path, deadline: float) -> Outcome:
     process.join(max(0.1, deadline - time.monotonic()))
     exit_code = process.exitcode  # None while it runs
+    if exit_code is None and deadline:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        process.join(1.0)
     result = path / "result.json"
     value = json.loads(result.read_text()) if result.exists() else None
     return Outcome(value, exit_code, (path / "output").read_text(errors="replace"))

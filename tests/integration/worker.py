@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,7 @@ def run(env: dict[str, str], output: Path, job: str, parameters: dict[str, Any],
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=2)  # from `launch`, to a rank that does not end
     module, function = job.rsplit(".", 1)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.step_clock import BucketTiming, StepTiming, typical
-from gradwire.tuning.trials import WARM_UP, Script, Trials, run_steps
+from gradwire.tuning.trials import WARM_UP, Script, Trials, _median_bounds, run_steps
 
 ONE, OTHER = Candidate("one"), Candidate("other")
 
@@ -26,6 +29,10 @@ class ScriptedSteps:
 
     def step(self) -> None:
         self.last = StepTiming([BucketTiming(("w",), 8, 0.25, 0.75)], self.seconds.pop(0))
+
+
+def fastest(steps: Mapping[Candidate, float]) -> Candidate:
+    return min(steps, key=lambda candidate: steps[candidate])
 
 
 def trials(runner: ScriptedSteps, max_steps: int = 3, max_seconds: float = 10.0) -> Trials:
@@ -94,11 +101,37 @@ def test_close_candidates_are_timed_again_in_turns_and_compared_within_each() ->
     found = trials(runner)
     for candidate in (ONE, OTHER, third):
         run_steps(found.run(candidate), runner.step)
-    run_steps(found.compare(within=0.15, turns=3), runner.step)
+    run_steps(found.compare(0.15, range(3, 4), fastest), runner.step)
     assert runner.switched[3:] == [candidate for candidate, _ in turns]
     steps_of = {candidate: timing.step for candidate, timing in found.timings.items()}
     assert steps_of == pytest.approx({ONE: 1.3, OTHER: 1.3 * 2.0 / 2.4, third: 1.2})  # ratios 0.8, 0.83, 1.0
     assert runner.seconds == []
+
+
+@pytest.mark.parametrize(
+    ("ratios", "turns"),
+    [
+        ([0.8, 0.9, 0.95, 0.99], 3),  # all agree
+        ([0.8, 0.9, 1.1, 0.9, 0.8, 0.9, 0.95, 0.9, 0.9], 8),  # one of eight may be chance, one of seven is not
+        ([0.8, 1.2] * 6, 9),  # never clear
+    ],
+)
+def test_turns_go_on_until_it_is_clear_which_candidate_to_pick(ratios: list[float], turns: int) -> None:
+    lengths = [(1.0, ratio) if turn % 2 == 0 else (ratio, 1.0) for turn, ratio in enumerate(ratios)]
+    steps = [seconds for pair in lengths for step in pair for seconds in [step] * (2 + math.ceil(1 / step))]
+    runner = ScriptedSteps(*[1.0] * 12, *steps)
+    found = trials(runner)
+    for candidate in (ONE, OTHER):
+        run_steps(found.run(candidate), runner.step)
+    run_steps(found.compare(0.15, range(3, 10), fastest), runner.step)
+    assert len(runner.switched) == 2 + 2 * turns
+
+
+def test_bounds_of_a_median_hold_it_in_92_of_100_cases() -> None:
+    for count in range(5, 16):
+        orders = np.random.default_rng(count).random((20_000, count))
+        bounds = [_median_bounds(values) for values in orders.tolist()]
+        assert np.mean([low <= 0.5 <= high for low, high in bounds]) > 0.92
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.001, 40), (0.1, 10), (3.0, 1)])
@@ -108,7 +141,7 @@ def test_a_turn_takes_about_a_second(seconds: float, expected: int) -> None:
     for candidate in (ONE, OTHER):
         run_steps(found.run(candidate), runner.step)
     left = len(runner.seconds)
-    run_steps(found.compare(within=0.15, turns=1), runner.step)
+    run_steps(found.compare(0.15, range(1, 2), fastest), runner.step)
     assert left - len(runner.seconds) == 2 * (1 + 1 + expected)
     assert {timing.num_steps for timing in found.timings.values()} == {expected}
 
@@ -118,7 +151,7 @@ def test_what_is_far_from_the_others_is_not_timed_again() -> None:
     found = trials(runner)
     for candidate in (ONE, OTHER):
         run_steps(found.run(candidate), runner.step)
-    run_steps(found.compare(within=0.15, turns=3), runner.step)
+    run_steps(found.compare(0.15, range(3, 4), fastest), runner.step)
     assert runner.switched == [ONE, OTHER]
 
 

@@ -4,7 +4,7 @@
 2. *Calibration and plan.* All ranks measure links, codecs and the engine. Rank 0 plans with these figures and the
    timeline of this model's backward pass, and shares the plan.
 3. *Trials.* Candidates that are predicted to be faster run some steps. Those that come close to the fastest run again,
-   in turns. Of the fastest, the one with the highest fidelity stays.
+   in turns, until it is clear which one to choose. Of the fastest, the one with the highest fidelity stays.
 4. *Watch.* Every few steps all ranks compare figures. When steps or synchronization have become slower or faster for
    good, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests between these windows: nothing is
    timed, and a bucket costs one Python call.
@@ -62,7 +62,7 @@ MIN_GAIN = 0.01  # share by which DDP's all-reduce in fp16 must be faster than a
 MIN_PLAN_GAIN = 0.05  # the same for a plan, whose steps vary more
 NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a third too long
 CLOSE = 0.25  # share by which a step may be longer than the fastest for its candidate to be timed again
-TURNS = 5  # of each such candidate
+TURNS = range(5, 16)  # of each such candidate, until it is clear which one to choose
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0
 WINDOW = 4  # steps that are compared at a time
@@ -259,7 +259,7 @@ class Autopilot:
             fastest = min(each.step for each in timings.values())
             if candidate not in timings and _worth_a_trial(candidate, predicted[candidate], fastest):
                 yield from self._trials.run(candidate)
-        yield from self._trials.compare(CLOSE, TURNS)
+        yield from self._trials.compare(CLOSE, TURNS, lambda steps: choose(steps, margin))
         measured = {candidate: each.step for candidate, each in timings.items()}
         chosen = choose(measured, margin)
         yield from self.switch(chosen)
