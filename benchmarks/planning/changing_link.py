@@ -2,8 +2,8 @@
 
 Four ranks replay the recorded backward pass of the main workload with ``attach(ddp, "auto")``. After a decision and
 some further steps, all links are changed under the running job, and later changed back. The record has the number of
-steps from each change to the next decision, the step times before the change, right after it, and after the decision,
-and whether all ranks end with the same bits.
+steps from each change to the next decision, if there is one, the step times right after the change and at the end of
+each rate, and whether all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gradwire.bench.segment import is_identical
 from gradwire.lab import Lab
 
 QUIET_STEPS = 25  # after each decision, before the next change
+PATIENCE_STEPS = 250  # without a decision, before the next change
 LIMIT_SECONDS = 600
 
 
@@ -64,7 +65,7 @@ class Watch:
         elif "text" in said:
             self.decisions.append((len(self.seconds), said["text"]))
             print(said["text"])
-        elif "quiet" in said:
+        elif "change" in said:
             self.changes.append(len(self.seconds))
             self.lab.set_rate(self.rates[len(self.changes)])
             print(f"After step {len(self.seconds)}: links to {self.rates[len(self.changes)]}.")
@@ -92,16 +93,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
     fixed = {"method": f"auto, {workload}", "ranks": 4, "source": "measured", "dtype": "float32"}
-    # Each decision comes in the step after its line; the first one is that of the start.
-    for index, (change, (decided, text)) in enumerate(zip([0, *watch.changes], watch.decisions, strict=True)):
-        end = watch.changes[index] if index < len(watch.changes) else len(watch.seconds)
-        here = fixed | {"rate": watch.rates[index]}
-        yield here | {"metric": "steps to the decision", "value": decided - change, "unit": "steps"}
-        if index:
-            first = watch.seconds[change + 1 : change + 6]
+    starts = [0, *watch.changes]
+    for rate, start, end in zip(watch.rates, starts, [*watch.changes, len(watch.seconds)], strict=True):
+        here = fixed | {"rate": rate}
+        decisions = [(step, text) for step, text in watch.decisions if start < step <= end]
+        if decisions:
+            yield here | {"metric": "steps to the decision", "value": decisions[0][0] - start, "unit": "steps"}
+        if start:
+            first = watch.seconds[start + 1 : start + 6]
             yield here | {"metric": "step after the change", "value": median(first), "unit": "s"}
-        yield here | {"metric": "step after the decision", "value": median(watch.seconds[decided:end]), "unit": "s"}
-        yield here | {"metric": text, "value": 1, "unit": "decision"}
+        yield here | {"metric": "step at the end", "value": median(watch.seconds[end - QUIET_STEPS : end]), "unit": "s"}
+        for _, text in decisions:
+            yield here | {"metric": text, "value": 1, "unit": "decision"}
     yield fixed | {"metric": "replicas identical", "value": int(bool(watch.identical)), "unit": "bool"}
 
 
@@ -109,28 +112,28 @@ def _figures(watch: Watch, workload: str) -> Iterator[dict[str, Any]]:
 
 
 def work(workload: str, folder: str, num_rates: int) -> None:
-    """Take steps until each rate has had a decision and then some quiet steps."""
+    """Take steps until each rate has had a decision, or enough steps without one, and then some quiet steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = Rank(BenchmarkJob(workload, (), folder=folder))
     replay = Replay.begin(rank, Segment(AUTO), record(rank, 25.0))
     assert isinstance(replay.connection, Automatic)
     pilot = replay.connection.autopilot
-    quiet, seen = 0, 0
-    while seen < num_rates or quiet < QUIET_STEPS:
-        seconds = replay.step()[1]
-        changed = len(pilot.decisions) > seen
-        seen = len(pilot.decisions)
-        quiet = 0 if changed else quiet + pilot.settled
-        if rank.rank == 0:
-            say(seconds=seconds, way=pilot.current.name)
-            if changed:
-                say(text=str(pilot.decisions[-1]))
-            elif quiet == QUIET_STEPS and seen < num_rates:
-                say(quiet=True)
+    tell = say if rank.rank == 0 else lambda **_: None
+    for index in range(num_rates):
+        if index:
+            tell(change=True)
+        before, steps, quiet = len(pilot.decisions), 0, 0
+        while quiet < QUIET_STEPS:
+            seen = len(pilot.decisions)
+            tell(seconds=replay.step()[1], way=pilot.current.name)
+            steps += 1
+            if len(pilot.decisions) > seen:
+                tell(text=str(pilot.decisions[-1]))
+            done = len(pilot.decisions) > before or steps > PATIENCE_STEPS
+            quiet = quiet + 1 if pilot.settled and done else 0
     gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]
     identical = is_identical(gradients)
-    if rank.rank == 0:
-        say(identical=identical)
+    tell(identical=identical)
     replay.connection.close()
     dist.destroy_process_group()
