@@ -430,6 +430,9 @@ def test_trained_parameters_are_those_that_ddp_would_take_now_and_buckets_have_t
     trained = [name for name, _ in torch_private.trained_parameters(ddp)]
     assert trained == ["scale", "head.weight", "head.bias"], "DDP cannot ignore what stands in the root"
     assert [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)] == ["words.weight"]
+    named = torch_private.parameter_names(ddp)
+    learning = [named[id(each)] for each in torch_private.learning_parameters(ddp)]
+    assert learning == ["words.weight", "head.weight", "head.bias"]
     assert sorted(in_buckets) == sorted([*trained, "words.weight", "body.weight", "body.bias"])
     assert [name for name, is_sparse in are_sparse.items() if is_sparse] == ["words.weight"]
 

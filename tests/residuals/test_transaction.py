@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.residuals import ResidualKey, Residuals
-from gradwire.residuals.transaction import ROLES
+from gradwire.residuals.slices import ROLES
 
 SIZES = {"a": 24, "b": 7}
 SPECS = {name: TensorSpec((size,)) for name, size in SIZES.items()}

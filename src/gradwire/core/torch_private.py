@@ -6,9 +6,8 @@ Each function has a test that fails if a torch version changes what the function
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -111,6 +110,11 @@ def trained_parameters(ddp: DistributedDataParallel, *, sparse: bool = False) ->
     return [(names[id(each)], each) for each, is_sparse in zip(found, are_sparse) if is_sparse == sparse]
 
 
+def learning_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters that DDP does not ignore and that are not frozen now, in an order that all ranks share."""
+    return [each for each in ddp._module_parameters if each.requires_grad]
+
+
 def replicated_tensors(ddp: DistributedDataParallel) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """Return all parameters and buffers that ranks are meant to hold in equal copies, frozen ones too."""
     ddp._assign_modules_buffers()  # type: ignore[no-untyped-call]  # some may have been replaced since
@@ -176,8 +180,13 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
     """Return the enabled GradScaler whose `step` is calling this, as optimizer hooks need; None if there is none."""
-    for frame, _ in islice(traceback.walk_stack(sys._getframe()), 32):  # `step` may be wrapped, as by schedulers
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
+    code = torch.amp.GradScaler.step.__code__
+    frame: FrameType | None = sys._getframe()
+    for _ in range(32):  # `step` may be wrapped, as by schedulers
+        if frame is None:
+            break
+        if frame.f_code is code:
             scaler: torch.amp.GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
+        frame = frame.f_back
     return None

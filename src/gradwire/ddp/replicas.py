@@ -78,7 +78,7 @@ class Replicas:
 
         It takes no optimizer steps, and gets the parameters when all ranks have joined.
         """
-        compared = None if ddp is None else _trained(ddp)
+        compared = None if ddp is None else torch_private.learning_parameters(ddp)
         on_difference = self._warn if self._synchronizer.replicas_may_differ else replica.fail
         self._synchronizer.check_replicas(compared, on_difference)
 
@@ -110,11 +110,6 @@ class Replicas:
         if self._synchronizer.rank == 0:
             logger.info("All replicas are those of rank %d. They were up to %.3g apart.", chosen, max(distances))
         return SynchronizedReplicas(chosen, distances)
-
-
-def _trained(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Parameters that steps of the optimizer change."""
-    return [each for sparse in (False, True) for _, each in torch_private.trained_parameters(ddp, sparse=sparse)]
 
 
 def _copy(

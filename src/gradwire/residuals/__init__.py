@@ -2,7 +2,8 @@
 
 from gradwire.residuals.momentum import MomentumCorrection
 from gradwire.residuals.policies import EncodeInput, ErrorFeedback, NoFeedback, Policy, get
-from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+from gradwire.residuals.slices import Role
+from gradwire.residuals.transaction import ResidualKey, Residuals
 
 __all__ = [
     "EncodeInput",

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from gradwire.core.spec import ElementRange
+
+Role = Literal["local", "aggregate", "velocity"]
+ROLES: tuple[Role, ...] = ("local", "aggregate")
+STORED: tuple[Role, ...] = (*ROLES, "velocity")
 
 
 @dataclass(eq=False)
@@ -21,6 +26,10 @@ class ResidualSlice:
 
     def latest(self) -> np.ndarray | None:
         return self.committed if self.staged is None else self.staged
+
+
+Slices = dict[tuple[str, Role], dict[ElementRange, ResidualSlice]]
+"""Slices by parameter name, role and element range."""
 
 
 def sum_of(mine: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:

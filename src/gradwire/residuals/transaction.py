@@ -26,21 +26,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
-from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import ElementRange, TensorSpec
-from gradwire.residuals.saved import LOAD, mapping_of, offset_of, size_of
-from gradwire.residuals.slices import ResidualSlice, any_of, cut, intersection, join, overlap, sum_of
+from gradwire.residuals import saved
+from gradwire.residuals.slices import (
+    ROLES,
+    ResidualSlice,
+    Role,
+    Slices,
+    any_of,
+    cut,
+    intersection,
+    join,
+    overlap,
+    sum_of,
+)
 from gradwire.residuals.states import States
-
-Role = Literal["local", "aggregate", "velocity"]
-ROLES: tuple[Role, ...] = ("local", "aggregate")
-STORED: tuple[Role, ...] = (*ROLES, "velocity")
-STATE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Residuals:
 
     def __init__(self) -> None:
         # Slices of one (name, role) never overlap. Gaps between them are zeros.
-        self._slices: dict[tuple[str, Role], dict[ElementRange, ResidualSlice]] = {}
+        self._slices: Slices = {}
         self._open: list[ResidualSlice] = []
         self._lock = threading.Lock()
         self._version = 0  # counts the changes of `_slices`
@@ -263,19 +267,7 @@ class Residuals:
         role. ``"states"``, if present, is the result of `States.state_dict`.
         """
         with self._lock:
-            state: dict[str, Any] = {"version": STATE_VERSION}
-            for role in STORED:
-                by_name = {
-                    name: {
-                        str(elements.offset): torch.from_numpy(each.committed.copy())
-                        for elements, each in sorted(slices.items())
-                        if each.committed is not None and elements.count
-                    }
-                    for (name, found), slices in self._slices.items()
-                    if found == role and any(each.committed is not None for each in slices.values())
-                }
-                if by_name or role in ROLES:
-                    state[role] = by_name
+            state = saved.written(self._slices)
             states = self.states.state_dict()
             return state | ({"states": states} if states else {})
 
@@ -296,52 +288,20 @@ class Residuals:
             TypeError: Anything else than float32 tensors in the form of `state_dict`.
             RuntimeError: Residuals are staged, with `merge`.
         """
-        loaded = Residuals()
         if merge:
             self._expect_closed("load_state_dict() with merge=True")
-        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-            found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            raise ValueError(f"A residual state must be a dict of version {STATE_VERSION}, but this is {found}. {LOAD}")
-        for field in state:
-            if field not in ("version", "states", *STORED):
-                raise UnknownNameError("field of the residual state", field, ("version", "states", *STORED))
-        for role in STORED:
-            for name, slices in mapping_of(role, state.get(role, {})).items():
-                if name not in specs:
-                    raise UnknownNameError("parameter in the residual state", name, specs)
-                for offset, values in mapping_of(name, slices).items():
-                    key = ResidualKey(name, ElementRange(offset_of(name, offset), size_of(name, values)), role)
-                    loaded._load(key, values, specs[name].numel)
-        states = mapping_of("states", state.get("states", {}))
-        for name, ranges in states.items():
-            if name not in specs:
-                raise UnknownNameError("parameter in the residual state", name, specs)
-            mapping_of(name, ranges)
+        loaded, states = saved.read(state, specs)
         with self._lock:
             self._version += 1
             self.states.load(states, merge=merge)
             if not merge:
                 self._open.clear()
-                self._slices = loaded._slices
+                self._slices = loaded
                 return
-            for (name, role), slices in loaded._slices.items():
+            for (name, role), slices in loaded.items():
                 for elements, each in slices.items():
                     if each.committed is not None:
                         self._add(ResidualKey(name, elements, role), each.committed)
-
-    def _load(self, key: ResidualKey, values: torch.Tensor, numel: int) -> None:
-        elements, slices = key.range, self._slices.setdefault((key.name, key.role), {})
-        if elements.offset < 0 or elements.end > numel:
-            raise ValueError(
-                f"{key.name} has {numel} elements, but the state has a residual for its elements {elements.offset} to "
-                f"{elements.end}. Load the state of a model with the same shapes."
-            )
-        if any(overlap(elements, other) for other in slices):
-            raise ValueError(
-                f"The state has two residuals for element {elements.offset} of {key.name}. Load the state of one rank, "
-                "then those of others with merge=True."
-            )
-        slices[elements] = ResidualSlice(values.detach().cpu().numpy().copy())
 
     # -- reports ---------------------------------------------------------------------------------------------
 

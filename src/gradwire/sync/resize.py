@@ -23,8 +23,9 @@ from typing import Any
 
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import ElementRange, TensorSpec, as_array
+from gradwire.residuals.slices import STORED, Role
 from gradwire.residuals.states import common_states
-from gradwire.residuals.transaction import STORED, ResidualKey, Residuals, Role
+from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync.chunk import split
 
 _LOAD = "Pass the state_dict() of every rank at one step, in the order of the ranks."

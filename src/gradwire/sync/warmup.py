@@ -19,7 +19,8 @@ from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
-from gradwire.residuals.transaction import ResidualKey, Residuals, Role
+from gradwire.residuals.slices import Role
+from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk

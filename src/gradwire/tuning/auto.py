@@ -159,6 +159,11 @@ class Autopilot:
         self._rested += 1
         return True
 
+    @property
+    def only_compares(self) -> bool:
+        """Whether gradwire sends nothing in this step but figures, for which the next step waits."""
+        return self._answers is not None and not self.current.gradwire
+
     def native(self, bucket: torch_private.GradBucket) -> Future:
         """Average a bucket of a step that rests."""
         is_half = self.current.kind != FP32 and not torch_private.is_sparse(bucket)
