@@ -32,8 +32,9 @@ from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedMode
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
 from gradwire.tuning import choice
-from gradwire.tuning.auto import NATIVE, NATIVE_FP16, margin
+from gradwire.tuning.auto import NATIVE, NATIVE_FP16
 from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.choice import margin
 
 MODELS, RANKS, RATES = ("resnet50", "bert-base", "vgg19", "lstm", "transformer"), (4, 16), (10e9, 25e9, 100e9)
 MACHINES = ("core", "gpu")

@@ -28,6 +28,7 @@ class Relay:
         self._to = address
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
+        self.holds = False  # whether new connections are closed at once
         self.address = self._listener.getsockname()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -44,7 +45,11 @@ class Relay:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                pair = self._listener.accept()[0], socket.create_connection(self._to)
+                accepted = self._listener.accept()[0]
+                if self.holds:
+                    accepted.close()
+                    continue
+                pair = accepted, socket.create_connection(self._to)
                 self._ends += pair
                 for way in (pair, pair[::-1]):
                     threading.Thread(target=self._pass_on, args=way, daemon=True).start()
@@ -98,6 +103,41 @@ def test_restarting_a_killed_or_stopped_server_changes_no_result(job, udp, numbe
         client.close()
     assert second.hear("ended") == ""
     second.end()
+
+
+def test_a_result_that_only_one_worker_has_is_made_again_after_a_restart_whoever_rejoins_first(job):
+    """The server asks for that worker's contribution when it is not there to hear it."""
+    options = {"workers": 2}
+    first = Process(serve_process, 0, options)
+    port = first.hear("port")
+    relays = [Relay(("127.0.0.1", port)) for _ in range(2)]
+    job.clients += [AggregationClient(relay.address, jobs.config(2), rank) for rank, relay in enumerate(relays)]
+    check_round(job.clients, 0)
+    waiting = submit_all(job.clients[1], 1)
+    threading.Event().wait(0.5)  # they arrive
+    relays[1].holds = True
+    relays[1].cut()
+    for _, future in submit_all(job.clients[0], 1):
+        future.result(WAIT)  # which the other has not heard
+    relays[0].holds = True
+    first.signal(signal.SIGKILL)
+    first.process.join()
+    first.end()
+    second = Process(serve_process, port, options)
+    assert second.hear("port") == port
+    relays[1].holds = False
+    threading.Event().wait(3.0)  # it rejoins, and sends what was not answered
+    relays[0].holds = False
+    for stream, (out, future) in enumerate(waiting):
+        counted = np.flatnonzero(future.result(WAIT).counted[0]).tolist()
+        assert out.tobytes() == jobs.expected(job.clients[0].config, 1, stream, slice(None), counted).tobytes()
+    check_round(job.clients, 2)
+    for client in job.clients:
+        client.close()
+    assert second.hear("ended") == ""
+    second.end()
+    for relay in relays:
+        relay.close()
 
 
 def work_process(pipe: Any, port: int) -> None:

@@ -67,6 +67,13 @@ def _adds_up(report: dict[str, Any], table: str, num_native: int) -> None:
     assert float(columns[-1][place - 1]) == pytest.approx(sum(rows), abs=0.1 * len(rows)), table  # it has no method
 
 
+def test_a_plan_may_come_before_parameters_that_were_frozen_at_attach() -> None:
+    ranks = results(launch("auto.frozen_at_attach", 2))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    assert ranks[0]["way"] == "gradwire, onebit"
+    assert sorted(ranks[0]["tensors"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
 def test_at_rest_nothing_but_ddps_all_reduce_runs_and_every_step_counts() -> None:
     first, second = results(launch("auto.at_rest", 2))
     assert first["hash"] == second["hash"] and first["rested"] == second["rested"]

@@ -186,3 +186,8 @@ def test_residuals_are_committed_once_an_optimizer_step() -> None:
     ranks = results(launch("ddp.accumulate", 2, method="threelc"))
     assert [rank["commits"] for rank in ranks] == [6, 6]
     assert ranks[0]["hash"] == ranks[1]["hash"]
+
+
+def test_gradients_that_are_thrown_away_leave_nothing_behind() -> None:
+    for found in results(launch("ddp.throws_a_pass_away", 2)):
+        assert found == {"unchanged": True, "changed": ["0.weight"], "open": False}

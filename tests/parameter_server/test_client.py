@@ -13,7 +13,7 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError, PeerTimeoutError, SyncError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from tests.parameter_server.clients import ALONE, connect, train_step
+from tests.parameter_server.clients import ALONE, backward, connect, train_step
 
 
 @pytest.mark.timeout(120)
@@ -67,6 +67,39 @@ def test_a_straggler_ends_in_good_order_when_enough_others_have_finished() -> No
     assert not found[2][0][-1]
     for worker in (1, 2):
         assert torch.equal(found[worker][1], found[0][1])
+
+
+@pytest.mark.timeout(120)
+def test_a_straggler_that_another_one_has_ended_the_job_for_has_the_model_of_all() -> None:
+    """It is steps behind when the job ends, and everything that it has not applied has arrived."""
+    server = ParameterServer(ParameterServerOptions(4))
+    ended = Event()
+    found: dict[int, torch.Tensor] = {}
+    goes_on: dict[int, bool] = {}
+
+    def work(worker: int) -> None:
+        with connect(server, gw.JobOptions(worker=worker, workers=4, backups=1)) as client:
+            for step in range(9 if worker == 2 else 8):
+                backward(client.model, step)
+                if (worker, step) == (3, 2):
+                    assert ended.wait(60)
+                goes_on[worker] = client.step()
+                if not goes_on[worker]:
+                    break
+        found[worker] = client.model.weight.detach()
+
+    threads = [Thread(target=work, args=(worker,)) for worker in range(4)]
+    serving = Thread(target=server.run)
+    for thread in [serving, *threads]:
+        thread.start()
+    for thread in threads[:3]:
+        thread.join()
+    ended.set()
+    for thread in [threads[3], serving]:
+        thread.join()
+    assert not goes_on[3]
+    for worker in range(1, 4):
+        assert torch.equal(found[worker], found[0])
 
 
 @pytest.mark.timeout(120)

@@ -45,6 +45,16 @@ def test_whatever_a_task_raises_is_one_typed_error_and_no_task_runs_after_it(cau
     assert ran == []
 
 
+def test_whoever_waits_for_its_work_is_told_of_an_error() -> None:
+    told: list[SyncError] = []
+    encoder = EncoderThread(told.append)
+    encoder.submit(lambda: 1 / 0)
+    with pytest.raises(SyncError) as caught:
+        encoder.drain()
+    encoder.close()
+    assert told == [caught.value]
+
+
 def test_who_waits_for_a_task_that_does_not_end_looks_for_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_thread, "_LOOK_SECONDS", 0.05)
     go_on = threading.Event()

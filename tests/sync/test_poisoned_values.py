@@ -324,3 +324,45 @@ def test_statistics_that_are_not_finite_cost_all_ranks_the_step(method: str, str
         for mean in group.each(lambda one: step_of_one(one, 1)):
             assert mean.isnan().any()
         assert all(map(same, before, group.each(lambda one: tensors_of(one.state_dict()["residuals"]))))
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_an_optimizer_without_a_poisoned_tensor_commits_its_own(partitions: int) -> None:
+    """A scaler skips only the optimizer whose gradients are not finite, and steps the other one."""
+    shapes = {"bad.w": (60, 70), "bad.b": (8,), "good.w": (70, 60), "good.b": (8,)}
+    good = {name for name in shapes if name.startswith("good")}
+
+    def grads_of(rank: int, step: int) -> Gradients:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def run(one: Synchronizer) -> tuple[Gradients, dict[str, np.ndarray], int]:
+        applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        for step in range(4):
+            one.begin_step()
+            grads = grads_of(one.rank, step)
+            if step == 2 and one.rank == 1:
+                for name in shapes.keys() - good:
+                    grads[name].view(-1)[0] = torch.inf
+            one.submit([GradientSlice(name, grad) for name, grad in grads.items()])
+            one.wait()
+            stepped = good if step == 2 else set(shapes)
+            for owned in (stepped - good, stepped & good):
+                if owned:
+                    one.commit(owned)
+            for name in stepped:
+                applied[name] += grads[name].double()
+        one.begin_step()  # rolls back what no optimizer has applied
+        return applied, one.residuals.total(), one.report().rollbacks
+
+    with ranks(2, Plan("threelc", partitions=partitions, min_elements=0)) as group:
+        found = group.each(run)
+    for name, shape in shapes.items():
+        steps = [step for step in range(4) if step != 2 or name in good]
+        produced = sum(grads_of(rank, step)[name].double() / 2 for step in steps for rank in range(2))
+        held = sum(
+            torch.from_numpy(np.resize(totals.get(name, np.zeros(1)), produced.numel())).view(shape)
+            for _, totals, _ in found
+        )
+        assert torch.allclose(found[0][0][name] + held, produced, rtol=0, atol=1e-4), name
+    assert [rollbacks for _, _, rollbacks in found] == [1, 1]

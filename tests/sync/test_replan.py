@@ -90,6 +90,45 @@ def test_a_dense_step_sends_the_residual_and_the_next_needs_none() -> None:
         assert group.each(run) == [[True, False, False, False]] * 2
 
 
+@pytest.mark.parametrize("method", ["int8", "int8shared", "fp16"])
+def test_what_travels_together_does_not_depend_on_the_residuals_of_a_rank(method: str) -> None:
+    """Only rank 0 has ever used one of the tensors, so only it holds a residual of it."""
+    names = ("a", "b", "c")
+
+    def run(one: Synchronizer) -> tuple[torch.Tensor, torch.Tensor]:
+        one.register({name: TensorSpec((90, 100)) for name in names})
+        applied = torch.zeros(len(names), NUMEL, dtype=torch.float64)
+        for step in range(6):
+            if step == 3:
+                one.replan(Plan(method, strategy="allgather", partitions=1, min_elements=0))
+            one.begin_step()
+            grads = [gradient(one.rank, 10 * step + index).view(90, 100) for index in range(len(names))]
+            used = [True, True, one.rank == 0]
+            grads[2] *= used[2]
+            one.submit([GradientSlice(*each) for each in zip(names, grads, (0, 0, 0), used, strict=True)])
+            one.wait()
+            one.commit()
+            applied += torch.stack(grads).double().view(-1, NUMEL)
+        held = one.residuals.total()
+        return applied, torch.stack([torch.tensor(held.get(name, [0.0] * NUMEL)) for name in names])
+
+    with ranks(2, Plan("onebit", strategy="allgather", partitions=1, min_elements=0)) as group:
+        found = group.each(run)
+    assert torch.equal(found[0][0], found[1][0])
+    produced = torch.stack([
+        sum(
+            gradient(rank, 10 * step + index).double() / 2
+            for rank in range(2 if index < 2 else 1)
+            for step in range(6)
+        )
+        for index in range(len(names))
+    ])  # fmt: skip
+    if method == "fp16":  # keeps what 16 bits cannot hold where there is a residual to add, and rounds elsewhere
+        assert torch.allclose(found[0][0] + found[0][1] + found[1][1], produced, rtol=0, atol=0.02)
+    else:
+        assert (found[0][0] + found[0][1] + found[1][1] - produced).norm() < 0.02 * produced.norm()
+
+
 def test_different_plans_raise_on_every_rank() -> None:
     def run(one: Synchronizer) -> None:
         take_step(one, 0)

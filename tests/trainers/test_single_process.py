@@ -49,6 +49,14 @@ def test_a_wrong_name_is_an_error_with_one_process_too() -> None:
         alone("threelcc")
 
 
+def test_one_process_would_train_without_momentum_if_a_plan_corrected_it() -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    plan = gw.Plan("threelc", feedback=gw.MomentumCorrection.of(optimizer))
+    with pytest.raises(gw.errors.OptionError, match="at least two ranks"):
+        attach_unless_alone(module, plan, 1, optimizer=optimizer, scaler=None)
+
+
 def test_what_two_ranks_have_held_goes_through_one_process() -> None:
     states = []
     for rank in range(2):

@@ -16,16 +16,15 @@ from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.tuning.auto import (
     NATIVE,
-    NATIVE_DOUBT,
     NATIVE_FP16,
+    PASSES,
     Autopilot,
-    _worth_a_trial,
-    margin,
 )
 from gradwire.tuning.candidates import Candidate
 from gradwire.tuning.change import SYNC_BOUND, change_of
-from gradwire.tuning.choice import choose, fidelity_of
+from gradwire.tuning.choice import NATIVE_DOUBT, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import BucketTiming, Timing
+from gradwire.tuning.trials import Script
 
 LINK = LinkCosts(1e-4, 1e-7)
 QUICK = LinearCost(0, 1e-10)
@@ -89,6 +88,27 @@ def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time(pilot: Auto
         assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
 
 
+def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None:
+    """Ranks compare their replicas in some steps, which then do not rest."""
+    passed: list[None] = []
+
+    def script() -> Script[None]:
+        while True:
+            passed.append(None)
+            yield
+
+    pilot._script, pilot._rest_steps = script(), 2
+    for expected in (0, 0, 1, 2):
+        pilot.boundary()
+        assert len(passed) == expected
+    assert not pilot.rests()
+
+
+def test_auto_waits_for_a_bounded_number_of_steps(pilot: Autopilot) -> None:
+    assert len(list(pilot._passes_while(lambda: True))) == PASSES
+    assert list(pilot._passes_while(lambda: False)) == []
+
+
 @pytest.mark.parametrize(("kept", "now", "kind", "text"), [
     (TIMING, replace(TIMING, step=1.4), "step", "steps take 1.4"),
     (TIMING, replace(TIMING, step=0.7), "step", "steps take 700 ms"),
@@ -109,9 +129,9 @@ def test_small_changes_are_none() -> None:
 
 def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> None:
     planned = Candidate.of(table("fp16"))
-    assert _worth_a_trial(planned, 0.99, fastest=1.0) and not _worth_a_trial(planned, 1.01, fastest=1.0)
-    assert _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT - 0.01, fastest=1.0)
-    assert not _worth_a_trial(NATIVE_FP16, NATIVE_DOUBT, fastest=1.0)
+    assert worth_a_trial(planned, 0.99, fastest=1.0) and not worth_a_trial(planned, 1.01, fastest=1.0)
+    assert worth_a_trial(NATIVE_FP16, NATIVE_DOUBT - 0.01, fastest=1.0)
+    assert not worth_a_trial(NATIVE_FP16, NATIVE_DOUBT, fastest=1.0)
 
 
 def test_what_auto_chooses_cannot_be_given() -> None:

@@ -208,6 +208,8 @@ class AggregationServer(Server):
                     self._join(peer, join)
             elif self._session is not None and peer in self._session.present:
                 self._send(self._session, self._session.machine.receive(body, time.monotonic(), peer))
+        except _EarlierSessionError as error:
+            self._endpoint.dismiss(peer, str(error))  # the session does not wait for it
         except (FrameError, DisagreementError) as error:
             present = self._session is not None and peer in self._session.present
             self._refuse(peer, str(error), present=present)
@@ -239,7 +241,7 @@ class AggregationServer(Server):
             datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
             datagrams.round_trip_seconds = self._endpoint.round_trip_seconds(worker)
         if join.session in self._earlier:
-            raise FrameError(f"The job of worker {worker} has been started again since. End this process.")
+            raise _EarlierSessionError(f"The job of worker {worker} has been started again since. End this process.")
         if session is None or join.session != session.number:
             session = self._begin(worker, join)
         if join.config != session.machine.config:
@@ -268,6 +270,10 @@ class AggregationServer(Server):
         welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast, guard).to_bytes()
         header = Header(FrameKind.WELCOME, sender=self.options.workers, epoch=self._epoch)
         self._endpoint.send(worker, header, np.frombuffer(welcome, np.uint8))
+        for _, packet in session.machine.rejoined(worker):  # over TCP, since nothing may have proven its address yet
+            self._endpoint.send(
+                worker, Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch), packet
+            )
 
     def _take_address(self, session: _Session, made: WorkerDatagrams) -> None:
         before = session.datagrams.get(made.address)
@@ -283,6 +289,7 @@ class AggregationServer(Server):
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
             machine = KernelStateMachine(join.config, epoch, kernel)
+        self._refused.clear()  # in an earlier session
         if self._session is not None:
             self._earlier.append(self._session.number)
             reason = "The job has been started again since. End this process."
@@ -421,6 +428,10 @@ class AggregationServer(Server):
                 for known in session.datagrams.values():
                     if known.validated and worker in (EVERYONE, known.worker):
                         self._datagrams.send(packet, known.address, known.sender)
+
+
+class _EarlierSessionError(FrameError):
+    """A worker of a session that this server has dropped for a later one."""
 
 
 def _is_group(host: str) -> bool:

@@ -216,6 +216,18 @@ class AggregatorStateMachine:
 
     # -- after a restart -------------------------------------------------------------------------------------
 
+    def rejoined(self, worker: int) -> list[PacketToSend]:
+        """Return questions for a worker that has joined again: what others wait for, and it may have the result of.
+
+        Such a question was asked when the first contribution came, but perhaps while this worker was away.
+        """
+        if not self.resumed:
+            return []
+        slots = [(PacketKey(self._slots[key].expected_round, *key), self._slots[key]) for key in list(self._open)]
+        asked = [key for key, slot in slots if self._may_lack_result(slot) and worker in slot.missing]
+        self.counters.sent += len(asked)
+        return [self._wanted(worker, key) for key in asked]
+
     def _may_lack_result(self, slot: AggregationSlot) -> bool:
         """Whether some workers may have this round's result from an earlier incarnation, and others wait for it."""
         return self.resumed and not slot.num_answered and not slot.fills

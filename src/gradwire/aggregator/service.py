@@ -211,8 +211,8 @@ class AggregatorConnection:
             self._has_warned = True
             logger.warning(
                 "A sum of '%s' did not come within %g s, and rank %d took zeros for it (fill_after). Replicas may "
-                "differ from now on: call handle.synchronize_replicas() after each epoch. The report counts "
-                "filled_elements.",
+                "differ from now on: call handle.synchronize_replicas() after each epoch. "
+                "handle.report().total.filled_elements counts them.",
                 tensor, self._aggregator.fill_seconds, self._client.rank,
             )  # fmt: skip
 

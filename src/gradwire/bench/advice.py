@@ -32,7 +32,7 @@ class Measurement:
         name: Name for people.
         kind: ``"fp32"`` (nothing is rounded), ``"half"`` (16-bit hooks of DDP) or ``"gradwire"`` (it compresses).
         predicted: Prediction from links, codecs and the timeline of backward; None if no model covers it.
-        step: Median of the measured steps.
+        step: Mean of the measured steps of the slowest rank, without outliers.
         steps: Number of steps that were timed.
         nbytes: Bytes that a rank sends in a step.
         codec: Time in which a rank encodes and decodes.

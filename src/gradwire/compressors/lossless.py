@@ -1,7 +1,7 @@
 """Lossless compression: exponents in short codes, signs and mantissas packed tightly, every bit kept.
 
 Exact for every input, including NaN payloads, subnormal numbers and -0. A payload decodes to the bits that `none` would
-have sent, and is at most 12 bytes longer. A prefix code, whose table is adapted to each tensor during training, makes
+have sent, and is at most 8 bytes longer. A prefix code, whose table is adapted to each tensor during training, makes
 shorter payloads; codes of fixed width are faster.
 
 Body: see `support.float_packing`.

@@ -156,6 +156,18 @@ class Handle(ObservedHandle):
         self.commit_without_optimizer()
         return self._replicas.make_equal(self._module, source)
 
+    def rollback(self) -> None:
+        """Forget what compression left out of gradients that no optimizer has applied. Call it on every rank.
+
+        Call it when you throw the gradients of a backward pass away (`zero_grad` without a step). Otherwise the next
+        pass takes them for gradients that accumulate, and sends what was left out. A step that a GradScaler skips is
+        forgotten without it.
+
+        Raises:
+            SyncError: The synchronizer has failed.
+        """
+        self.synchronizer.rollback()
+
     def detach(self) -> None:
         """Return to DDP's own all-reduce, and drop residuals that were not applied. Call it on every rank."""
         ddp = self._ddp()
@@ -196,6 +208,8 @@ class Handle(ObservedHandle):
             self._rests = self._may_rest() and self.autopilot.rests()
             if self._rests:
                 self.synchronizer.count_step()
+                if torch_private.in_backward():
+                    torch_private.after_backward(self._end_rest)
         if self._rests:
             assert self.autopilot is not None
             return self.autopilot.native(bucket)
@@ -297,7 +311,7 @@ class Handle(ObservedHandle):
         if self.autopilot is not None:
             self.autopilot.boundary()
         self.commit_without_optimizer()
-        self.synchronizer.begin_step()
+        self.synchronizer.begin_step(self._optimizers.owned)
         self._follow_loss_scale()
         self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
@@ -323,10 +337,14 @@ class Handle(ObservedHandle):
         self.synchronizer.wait()
         return int(active.value().sum())
 
+    def _end_rest(self) -> None:
+        self._last_index = sys.maxsize
+
     def _end_backward(self) -> None:
         """Raise errors here. On a bucket's future they would surface as a cast error."""
         self._last_index = sys.maxsize
-        if self.autopilot is not None and self.autopilot.only_compares:
+        compared = self._replicas.check_due(self.synchronizer.step)
+        if self.autopilot is not None and self.autopilot.only_compares and not compared:
             return
         started = time.monotonic()
         with _advising():

@@ -92,6 +92,11 @@ class Optimizers:
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return (owner.optimizer for owner in self._owners)
 
+    @property
+    def owned(self) -> Sequence[frozenset[str]]:
+        """Names of the parameters of each optimizer, if there are several."""
+        return [owner.names for owner in self._owners] if len(self._owners) > 1 else ()
+
     # -- steps -----------------------------------------------------------------------------------------------
 
     def listen(self, on_step: Callable[[frozenset[str] | None], None], *, expects_scaler: bool, warns: bool) -> None:
@@ -145,7 +150,7 @@ class Optimizers:
         owner.backwards = 0
         on_step = self._on_step() if self._on_step is not None else None
         if on_step is not None:
-            on_step(owner.names if len(self._owners) > 1 else None)
+            on_step(owner.names if self.owned else None)
 
     def _warn(self, text: str) -> None:
         if self._warns:

@@ -169,7 +169,7 @@ class Handshake:
         self._expected = expected
         self.connects = connect
         self.challenged: Challenged | None = None
-        self._host = host
+        self.host = host
         self._challenges = challenges or Challenges()
         self._before = before
         # Of the acceptor: its challenge, once it has been asked for one.
@@ -250,9 +250,9 @@ class Handshake:
         nonces = content[_VERSION.size :]
         self._peer_nonce, challenge = nonces[:NONCE_BYTES], nonces[NONCE_BYTES:]
         if challenge == _NO_CHALLENGE:
-            self._nonce = self._challenges.challenge(self._host, sender, self._peer_nonce)
+            self._nonce = self._challenges.challenge(self.host, sender, self._peer_nonce)
             return self._frame(FrameKind.CHALLENGE, bytes([self._integrity]) + self._nonce)
-        if not self._challenges.knows(challenge, self._host, sender, self._peer_nonce):
+        if not self._challenges.knows(challenge, self.host, sender, self._peer_nonce):
             raise HandshakeError(f"Rank {sender} answers a challenge that is not valid any more, or never was.")
         self._nonce = challenge
         return b""

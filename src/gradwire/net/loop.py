@@ -239,7 +239,7 @@ class ConnectionLoop(ProcessBound):
             liveness.heard(looked_at)
         elif link.buffered or liveness.silent(looked_at):
             self._read(link, link.receive(time.monotonic()))  # less than the selector waits for may be there
-        if not link.open:
+        if not link.open or self._links.get(link.peer) is not link:
             return
         if liveness.silent(looked_at):
             self._lose(link, link.conversation.silence())
@@ -247,8 +247,9 @@ class ConnectionLoop(ProcessBound):
         now = time.monotonic()
         if liveness.heartbeat_due(now):
             liveness.sent(now)  # also if the queue is stuck: its bytes say the same
-            if link.writable and not link.pending:
-                link.enqueue(link.conversation.control(FrameKind.HEARTBEAT))
+            with self._lock:
+                if link.writable and not link.pending:
+                    link.enqueue(link.conversation.control(FrameKind.HEARTBEAT))
         if link.pending and not link.blocked:
             link.seal()
             with self._lock:

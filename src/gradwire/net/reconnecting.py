@@ -126,7 +126,7 @@ class ReconnectingEndpoint(ConnectionLoop):
 
     def host(self, peer: int) -> str:
         """Return the address from which a peer is connected. Call it on the endpoint's thread."""
-        return str(self._speaker(peer).socket.getpeername()[0]).partition("%")[0]
+        return self._handshakes[peer].host.partition("%")[0]  # the socket may have been reset since
 
     def round_trip_seconds(self, peer: int) -> float:
         """Return the shortest round trip to a peer so far; 0 if unknown. Call it on the endpoint's thread."""

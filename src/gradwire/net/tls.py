@@ -131,6 +131,7 @@ class TlsSocket:
                     except OSError:
                         if filled:
                             break  # the next call raises it
+                        self.buffered = False
                         raise
             self.buffered = filled == len(room)
             return filled

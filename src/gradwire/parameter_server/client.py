@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.core.errors import AttachError, OptionError
+from gradwire.core.errors import AttachError, OptionError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import note_step
 from gradwire.net.client import ConnectionOptions
@@ -136,7 +136,7 @@ class ParameterClient:
                 for name in chunk.parameters:
                     self._placed[name].append((chunk, server, slot))
         self._slots = [slot for server in self._connections for slot in server.slots]
-        self._encoder = EncoderThread()
+        self._encoder = EncoderThread(self._encoder_failed)
         self._pulls = ForwardPulls(self._parameters, self._before_forward, self._pull)
         self._hooks: list[Any] = []
         try:
@@ -332,6 +332,11 @@ class ParameterClient:
         self._encoder.check()
         self._catch_up()
 
+    def _encoder_failed(self, error: SyncError) -> None:
+        """Wake whoever waits for an update that this worker was to contribute to."""
+        for server in self._connections:
+            server.failed(error)
+
     def _check_servers(self) -> None:
         for server in self._connections:
             server.check()
@@ -343,7 +348,7 @@ class ParameterClient:
         step has arrived, those are therefore on their way.
         """
         newest = max(slot.newest for slot in self._slots)
-        self._step = max(self._step, newest - 1 - self._job.staleness)
+        self._step = max(self._step, newest if self.finished else newest - 1 - self._job.staleness)
 
     def _pull(self, name: str, staleness: int | None = None) -> None:
         allowed = self._job.staleness if staleness is None else staleness

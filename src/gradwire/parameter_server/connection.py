@@ -177,7 +177,7 @@ class ServerConnection(Client):
                 slot.pushed_before(welcome.steps_pushed(tensor))
                 for header, sent in slot.unanswered():
                     if header.round >= welcome.versions[tensor]:
-                        self._endpoint.send(self._server, header, sent)
+                        self._endpoint.send_all(self._server, *self._due_groups(), (header, sent))
 
     def _parse_welcome(self, body: bytes) -> TrainingWelcome:
         return TrainingWelcome.from_bytes(body, len(self.slots), self._join.config.staleness)

@@ -14,9 +14,14 @@ _LOOK_SECONDS = 1.0
 
 
 class EncoderThread:
-    """Runs tasks in order on one thread. After an error it runs no more of them."""
+    """Runs tasks in order on one thread. After an error it runs no more of them.
 
-    def __init__(self) -> None:
+    Args:
+        on_error: Called on the thread with the error.
+    """
+
+    def __init__(self, on_error: Callable[[SyncError], object] = lambda error: None) -> None:
+        self._on_error = on_error
         self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._num_done = 0
         self._error: SyncError | None = None
@@ -64,3 +69,4 @@ class EncoderThread:
 
     def _fail(self, error: SyncError) -> None:
         self._error = error
+        self._on_error(error)

@@ -102,7 +102,7 @@ class ParameterServer(Server):
         queued = "Bytes of a worker's frames that wait to be taken."
         return [
             *super().counts(),
-            Count("parameters", "Parameters of the model on this server.", len(rounds)),
+            Count("parameters", "Pieces of the model on this server. Large parameters are split.", len(rounds)),
             Count("steps_total", "Steps that all parameters have taken.", min(versions)),
             Count(
                 "steps_ahead",

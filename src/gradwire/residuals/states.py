@@ -59,9 +59,9 @@ class States:
                     del self._committed[old]
             self._committed[name, elements] = staged.values
 
-    def rollback(self) -> None:
-        """Drop the staged states."""
-        self._staged.clear()
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Drop the staged states, for some parameters or for all."""
+        self._staged = {} if names is None else {key: each for key, each in self._staged.items() if key[0] not in names}
 
     def drop(self, name: str) -> None:
         """Drop all states of a parameter."""

@@ -173,26 +173,27 @@ class Residuals:
     def commit(self, names: Collection[str] | None = None) -> None:
         """Make the staged residuals the state, for some parameters or for all. Only swaps pointers."""
         with self._lock:
-            if names is None:
-                chosen = self._open
-                self._num_commits += 1
-            else:
-                self._num_commits += 2
-                chosen = [each for key, slices in self._slices.items() if key[0] in names for each in slices.values()]
-            for each in chosen:
+            self._num_commits += 1 if names is None else 2
+            for each in self._open_of(names):
                 if each.staged is not None:
                     each.committed, each.staged, each.spare = each.staged, None, each.committed
             self._open = [each for each in self._open if each.staged is not None]
             self.states.commit(names)
 
-    def rollback(self) -> None:
-        """Drop everything staged since the last commit. Only swaps pointers."""
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Drop what was staged since the last commit, for some parameters or for all. Only swaps pointers."""
         with self._lock:
             self._num_commits += 2
-            for each in self._open:
-                each.staged, each.spare = None, each.staged
-            self._open.clear()
-            self.states.rollback()
+            for each in self._open_of(names):
+                if each.staged is not None:
+                    each.staged, each.spare = None, each.staged
+            self._open = [each for each in self._open if each.staged is not None]
+            self.states.rollback(names)
+
+    def _open_of(self, names: Collection[str] | None) -> Sequence[ResidualSlice]:
+        if names is None:
+            return self._open
+        return [each for key, slices in self._slices.items() if key[0] in names for each in slices.values()]
 
     @property
     def is_open(self) -> bool:

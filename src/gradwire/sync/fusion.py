@@ -17,7 +17,8 @@ planner chooses by cost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,7 @@ class DenseGroup(NamedTuple):
         layout = TensorLayout(
             group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count, rotation=rotation
         )
+        layout.names, layout.counts = names, [member.count for member in members]
         layout.detail = job_detail(first.entry, count, names)
         return cls(layout, members)
 
@@ -191,6 +193,11 @@ class FusionGroup:
         self.nonfinite = False
         self.mismatch = False
 
+    @property
+    def pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Its tensors by name."""
+        return zip(self.layout.names, self.tensors, strict=True)
+
     def members_of(self, chunk: Chunk) -> list[int]:
         """Return the indices of the members in a chunk."""
         return self.layout.members_of_chunk[chunk.index]
@@ -199,8 +206,12 @@ class FusionGroup:
 class SubmissionLayout:
     """What stays the same from step to step of a submission: which of its tensors travel together.
 
+    What travels together follows from the plan, which all ranks share, and not from the residuals of this rank.
+
     Args:
         members: Its tensors, without empty ones, each with the number of elements of the full tensor.
+        flushed: Names of tensors of which this rank holds residuals that the plan would not send. They, and what
+            travels with them, are encoded with error feedback.
 
     Attributes:
         single: Tensors that travel alone.
@@ -209,7 +220,7 @@ class SubmissionLayout:
         without_feedback: Names of compressed tensors that keep no residuals.
     """
 
-    def __init__(self, members: Iterable[tuple[TensorLayout, int]]) -> None:
+    def __init__(self, members: Iterable[tuple[TensorLayout, int]], flushed: Collection[str] = ()) -> None:
         self.single: list[TensorLayout] = []
         self.without_feedback: list[str] = []
         dense: dict[object, list[TensorLayout]] = {}
@@ -226,6 +237,10 @@ class SubmissionLayout:
                 groups.setdefault(key, []).append(member)
             else:
                 self.single.append(member)
+        for together in [*groups.values(), *([each] for each in self.single)]:
+            if any(each.name in flushed for each in together):
+                for each in together:
+                    each.entry = replace(each.entry, feedback="error")
         self.groups = [FusionLayout(group) for group in groups.values()]
         self.dense = [DenseGroup.of(group) for group in dense.values()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ class TensorLayout:
     Attributes:
         operations: How it is synchronized; set once all of the above is known.
         detail: Event detail of its submissions.
+        names: Names of the tensors that it consists of: of one, or of the members of a group.
+        counts: Number of values of each of these.
     """
 
     operations: Operations
@@ -59,7 +61,9 @@ class TensorLayout:
         self.shape = shape if entry.compressor.requires_full_tensor else None
         self.index = index
         self.rotation = rotation
-        self.detail = job_detail(entry, count, [name])
+        self.names: Sequence[str] = [name]
+        self.counts: Sequence[int] = [count]
+        self.detail = job_detail(entry, count, self.names)
 
     @cached_property
     def fields(self) -> FrameFields:
@@ -121,6 +125,19 @@ class TensorJob:
         self.aux = aux
         self.nonfinite = False
         self.mismatch = False
+
+    @property
+    def pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Its tensors by name."""
+        pieces = torch.split(self.values, list(self.layout.counts))
+        return zip(self.layout.names, pieces, strict=True)
+
+
+def nonfinite_names(pieces: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """Return the names of the tensors whose means are not finite, out of those of a job that has marked some."""
+    pieces = list(pieces)
+    found = frozenset(name for name, mean in pieces if not bool(torch.isfinite(mean).all()))
+    return found or frozenset(name for name, _ in pieces)
 
 
 def group_name(names: Sequence[str]) -> str:

@@ -8,8 +8,7 @@ each list of slices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from gradwire.sync.fusion import (
     SubmissionLayout,
     flush_residuals,
 )
-from gradwire.sync.job import TensorJob, TensorLayout
+from gradwire.sync.job import TensorJob, TensorLayout, nonfinite_names
 from gradwire.sync.optimizer_view import OptimizerSlices, OptimizerView
 from gradwire.sync.run import Run
 from gradwire.sync.runtime import Runtime
@@ -46,8 +45,8 @@ class JobRun(Run):
         submission: Told when the run ends.
         runtime: What all jobs share.
         priority: Runs with lower numbers go first.
-        on_nonfinite: Called at the end if the gradient of any rank was not finite, with whether ranks turned out to
-            hold different optimizer state.
+        on_nonfinite: Called at the end if the gradient of any rank was not finite, with the names of the tensors
+            concerned, and whether ranks turned out to hold different optimizer state.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class JobRun(Run):
         submission: Submission,
         runtime: Runtime,
         priority: int,
-        on_nonfinite: Callable[[bool], None],
+        on_nonfinite: Callable[[Collection[str], bool], None],
     ) -> None:
         layout = job.layout
         codec, operations = STRATEGIES[layout.entry.strategy].codec(job, runtime), layout.operations
@@ -78,7 +77,7 @@ class JobRun(Run):
     def on_done(self) -> None:
         self.codec.finish()
         if self._job.nonfinite:
-            self._on_nonfinite(self._job.mismatch)
+            self._on_nonfinite(nonfinite_names(self._job.pieces), self._job.mismatch)
         submitted = self._submitted
         self._events.emit(Event("done", submitted, time.monotonic() - submitted, self.name, self.round))
         self._submission.arrived()
@@ -111,7 +110,7 @@ class Launcher:
         *,
         aux: OptimizerSlices | None,
         forward_first: bool,
-        on_nonfinite: Callable[[bool], None],
+        on_nonfinite: Callable[[Collection[str], bool], None],
         check: Callable[[GradientSlice], None],
     ) -> None:
         self._engine = engine
@@ -141,12 +140,16 @@ class Launcher:
             self._layouts.clear()
             self._version = self._tensors.version
         key: object = tuple([(each.name, each.offset, each.tensor.numel(), each.tensor.dtype) for each in slices])
-        if key not in self._layouts:
-            self._layouts[key] = self._make_layout(slices, frozenset())
-        layout = self._layouts[key]
+        layout = self._cached(key, slices, frozenset())
         # Another plan may have left residuals, which must still be sent.
         flushed = frozenset(name for name in layout.without_feedback if self._holds(name))
-        return self._make_layout(slices, flushed) if flushed else layout
+        return self._cached(key, slices, flushed) if flushed else layout
+
+    def _cached(self, key: object, slices: Sequence[GradientSlice], flushed: frozenset[str]) -> SubmissionLayout:
+        found = self._layouts.get((key, flushed))
+        if found is None:
+            found = self._layouts[key, flushed] = self._make_layout(slices, flushed)
+        return found
 
     def _make_layout(self, slices: Sequence[GradientSlice], flushed: frozenset[str]) -> SubmissionLayout:
         tensors, found = self._tensors, []
@@ -155,11 +158,9 @@ class Launcher:
             count = each.tensor.numel()
             if count:
                 name, spec, entry = each.name, tensors.specs[each.name], tensors.entries[each.name]
-                if name in flushed:
-                    entry = replace(entry, feedback="error")
                 where = tensors.ids[name], entry, spec.dtype, count, each.offset, spec.shape
                 found.append((TensorLayout(name, *where, index, tensors.rotations[name]), spec.numel))
-        layout, transport = SubmissionLayout(found), self._runtime.transport
+        layout, transport = SubmissionLayout(found, flushed), self._runtime.transport
         for job in layout.jobs:
             job.operations = operations_of(job, transport.rank, transport.world_size, self._runtime.nodes)
         return layout

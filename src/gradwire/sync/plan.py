@@ -112,10 +112,15 @@ class Plan:
         self.min_elements = min_elements
         self.feedback = None if policy is None else str(policy)
         self.entries: dict[str, PlanEntry] | None = None
+        self.otherwise: Plan | None = None
 
     @classmethod
-    def of_entries(cls, entries: Mapping[str, PlanEntry]) -> Plan:
+    def of_entries(cls, entries: Mapping[str, PlanEntry], otherwise: Plan | None = None) -> Plan:
         """Create a plan from an entry for each tensor, without patterns and without a rule for small tensors.
+
+        Args:
+            entries: Entries by name.
+            otherwise: Plan of other tensors, which come later. None means that they are an error.
 
         Raises:
             UnknownNameError: A strategy or feedback does not exist.
@@ -138,7 +143,7 @@ class Plan:
         if not entries:
             raise OptionError("The plan has no entries. Create it again for this model.")
         plan = cls(DENSE_NAME)
-        plan.entries = dict(entries)
+        plan.entries, plan.otherwise = dict(entries), otherwise
         plan.has_velocity = any(policies.get(entry.feedback).has_velocity for entry in entries.values())
         return plan
 
@@ -150,6 +155,14 @@ class Plan:
         if list(named) == ["*"]:
             return named["*"]
         return ", ".join(f"{pattern}: {method}" for pattern, method in named.items())
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise `OptionError` with momentum correction and one rank, which would train without momentum."""
+        if self.has_velocity and world_size == 1:
+            raise OptionError(
+                "Momentum correction needs at least two ranks, but this group has one. Keep the momentum in the "
+                "optimizer, and leave feedback out."
+            )
 
     def without_auto(self) -> Plan:
         """Return the plan with dense tensors where the rule is ``"auto"``."""
@@ -174,6 +187,8 @@ class Plan:
         """
         if self.entries is not None:
             if name not in self.entries:
+                if self.otherwise is not None:
+                    return self.otherwise.entry(name, spec)
                 raise OptionError(
                     f"The plan has no entry for {name!r} among its {len(self.entries)}. Create it again for this model."
                 )

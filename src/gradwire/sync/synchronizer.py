@@ -94,15 +94,11 @@ class Synchronizer(Peers):
         super().__init__(group, options)
         if options.time_slots and transport is not None:
             raise OptionError("Time slots belong to the TCP mesh. Leave out transport=, or pass time_slots=False.")
-        if self.plan.has_velocity and self.world_size == 1:
-            raise OptionError(
-                "Momentum correction needs at least two ranks, but this group has one. Keep the momentum in the "
-                "optimizer, and leave feedback out."
-            )
+        self.plan.check_world_size(self.world_size)
         self.residuals = Residuals()
         self._metrics = Metrics(self.events)
         self._aux = aux
-        self._nonfinite = False
+        self._nonfinite: set[str] = set()  # names of tensors whose means in this step are not finite
         self.state_mismatch = False
         self._watch: NormWatch | None = None
         if options.watch_norms and self.world_size > 1:
@@ -288,17 +284,24 @@ class Synchronizer(Peers):
                 f"at once, but {count} were submitted. Submit full tensors, or choose another compressor or strategy."
             )
 
-    def _mark_nonfinite(self, mismatch: bool) -> None:
-        self._nonfinite = True
+    def _mark_nonfinite(self, names: Collection[str], mismatch: bool) -> None:
+        self._nonfinite.update(names)
         self.state_mismatch |= mismatch
 
     # -- the step as a transaction ---------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Begin the next step. If the last one was not finite and not committed, roll it back first."""
+    def begin_step(self, owned: Sequence[Collection[str]] = ()) -> None:
+        """Begin the next step. If the last one was not finite and not committed, roll it back first.
+
+        Args:
+            owned: Names of the tensors of each optimizer, if there are several: those of one with finite means stay.
+        """
         self.wait()
-        if self._nonfinite:
+        if self._nonfinite and not owned:
             self.rollback()
+        for names in owned if self._nonfinite else ():
+            if not self._nonfinite.isdisjoint(names):
+                self.rollback(names)
         if self._watch is not None and self._watch.watches(self.step):
             self._compare_norms(self._watch)
         self.count_step()
@@ -317,25 +320,29 @@ class Synchronizer(Peers):
         self._num_steps += 1
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Commit the staged residuals. A step that is not finite is rolled back instead, for all tensors.
+        """Commit the staged residuals. If one of the means is not finite, they are rolled back instead.
 
         Args:
             names: Names of the tensors to commit. None means all.
         """
         self.wait()
-        if self._nonfinite:
-            self.rollback()
+        if self._nonfinite if names is None else not self._nonfinite.isdisjoint(names):
+            self.rollback(names)
             return
         self.residuals.commit(names)
         self.events.emit(Event("commit", time.monotonic(), detail={"step": self.step}))
 
-    def rollback(self) -> None:
-        """Return the residuals to the last commit, bit for bit."""
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Return the residuals to the last commit, bit for bit.
+
+        Args:
+            names: Names of the tensors. None means all.
+        """
         self.wait()
-        self.residuals.rollback()
+        self.residuals.rollback(names)
         if self._watch is not None:
             self._watch.discard()
-        self._nonfinite = False
+        self._nonfinite.difference_update(self._nonfinite.copy() if names is None else names)
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
 
     def rescale(self, factor: float) -> None:
@@ -408,7 +415,7 @@ class Synchronizer(Peers):
         self.seed = int(state["seed"])
         if self._engine is not None:
             self._runtime.seed = self.seed
-        self._nonfinite = False
+        self._nonfinite.clear()
 
     def close(self) -> None:
         """End threads and connections. Idempotent. All ranks call it."""

@@ -70,6 +70,9 @@ class SingleProcessHandle(ObservedHandle):
     def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
         return SynchronizedReplicas(0, (0.0,))
 
+    def rollback(self) -> None:
+        """There is nothing to forget."""
+
     def detach(self) -> None:
         self.synchronizer.close()
 
@@ -110,8 +113,8 @@ def attach_unless_alone(
     if world_size > 1:
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         return attach(module, method, optimizer=optimizer, scaler=enabled, **options)  # type: ignore[arg-type]
-    if not isinstance(method, Plan):
-        Plan(method)  # a wrong name is an error here, too
+    plan = method if isinstance(method, Plan) else Plan(method)  # a wrong name is an error here, too
+    plan.check_world_size(1)
     logger.info(ALONE)
     module = uncompiled(module)  # type: ignore[assignment]
     wrapped = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))

@@ -10,8 +10,8 @@
    timed, and a bucket costs one Python call.
 
 Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are flushed before
-gradients go back to DDP's own all-reduce; each decision is reported once, with its numbers (see
-`gradwire.observe.notices`).
+gradients go back to DDP's own all-reduce, except those of parameters that are not used meanwhile, which a later plan
+sends; each decision is reported once, with its numbers (see `gradwire.observe.notices`).
 
 With momentum correction, each rank applies momentum before its gradient is sent, dense or compressed. DDP's own
 all-reduce knows no velocities, so gradwire sends dense gradients itself.
@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from gradwire.core import torch_private
 from gradwire.core.events import Event
-from gradwire.core.spec import ElementRange
+from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.observe.notices import seldom, tell
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
@@ -51,16 +51,13 @@ from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
 from gradwire.tuning.change import NO_GAIN, START, Reason, change_of
-from gradwire.tuning.choice import Decision, choose, fidelity_of
+from gradwire.tuning.choice import Decision, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, typical
 from gradwire.tuning.trials import Script, Trials
 
 NATIVE = Candidate("DDP's all-reduce")
 NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", hook="fp16")
 FLUSH_RESIDUALS = Candidate("gradwire, flushing residuals", plan=Plan("none"))
-MIN_GAIN = 0.01  # share by which DDP's all-reduce in fp16 must be faster than a candidate of higher fidelity
-MIN_PLAN_GAIN = 0.05  # the same for a plan, whose steps vary more
-NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a third too long
 CLOSE = 0.25  # share by which a step may be longer than the fastest for its candidate to be timed again
 TURNS = range(5, 12)  # of each such candidate, until it is clear which one to choose
 TIMED_STEPS = 8
@@ -73,6 +70,7 @@ STRIKES = 2  # windows out of bounds, less those within, before links are measur
 LASTING = 5.0  # seconds of these windows, likewise, since other work on a machine comes and goes
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
+PASSES = 32  # most steps to wait for optimizers to step, and for residuals to be sent
 
 
 class Autopilot:
@@ -111,7 +109,6 @@ class Autopilot:
         self._synchronizer = synchronizer
         self._group = group
         self._given = given
-        self._tensors = {name: spec for name, spec in synchronizer.tensors.items() if name not in given}
         # What needs no decision: nothing is compressed but what the user has named.
         self._unchosen = NATIVE
         self._feedback = synchronizer.plan.feedback  # of momentum correction, or None
@@ -141,6 +138,11 @@ class Autopilot:
         self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
         self._script = self._run()
 
+    @property
+    def _tensors(self) -> dict[str, TensorSpec]:
+        """Tensors to decide about. Those that were frozen at attach come later."""
+        return {name: spec for name, spec in self._synchronizer.tensors.items() if name not in self._given}
+
     # -- what the handle calls -------------------------------------------------------------------------------
 
     def boundary(self) -> None:
@@ -149,7 +151,10 @@ class Autopilot:
         self._clock.begin()
         self._num_steps += 1
         self._synchronizer.wait()
-        next(self._script)
+        if self._rest_steps:  # this step would rest, had not the handle something else to do
+            self._rest_steps -= 1
+        else:
+            next(self._script)
 
     def rests(self) -> bool:
         """Whether this step is DDP's own all-reduce and nothing else. Called at its first bucket."""
@@ -262,7 +267,7 @@ class Autopilot:
         self._trials.timings = timings = {self.current: timing}
         for candidate in sorted(predicted, key=lambda each: (predicted[each], each.name)):
             fastest = min(each.step for each in timings.values())
-            if candidate not in timings and _worth_a_trial(candidate, predicted[candidate], fastest):
+            if candidate not in timings and worth_a_trial(candidate, predicted[candidate], fastest):
                 yield from self._trials.run(candidate)
         yield from self._trials.compare(CLOSE, TURNS, lambda steps: choose(steps, margin))
         measured = {candidate: each.step for candidate, each in timings.items()}
@@ -297,8 +302,9 @@ class Autopilot:
                 steps.append(self.last)
             self._figures = typical(steps)
             yield  # they are sent, and the answers arrive, together with this step's gradients
-            answers, self._answers = self._answers, None
-            assert answers is not None, "a step has passed"
+            answers, self._answers, self._figures = self._answers, None, None
+            if answers is None:
+                continue  # that step had no dense bucket
             timing = Timing.of(steps, answers())
             recent.append(timing.step)
             no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
@@ -319,25 +325,32 @@ class Autopilot:
         """Average gradients by another candidate from this backward pass on."""
         if candidate.plan is not None and candidate != self.current:
             yield from self._replan(candidate.plan)
-        elif candidate.plan is None and self._any_rank(self._holds_residuals):
+        elif candidate.plan is None and self._any_rank_holds():
             # DDP's own all-reduce does not apply residuals.
             yield from self._replan(Plan("none", min_elements=self._min_elements))
             self.current = FLUSH_RESIDUALS
-            while self._any_rank(self._holds_residuals):
-                yield
-                self._settle()
+            yield from self._passes_while(self._any_rank_holds)
         self.current = candidate
 
     def _replan(self, plan: Plan) -> Script[None]:
         self._settle()
-        while self._any_rank(self._synchronizer.residuals.is_open):
-            yield  # the optimizer has not decided on this step
-            self._settle()
+        yield from self._passes_while(lambda: self._any_rank(self._synchronizer.residuals.is_open))
+        if self._synchronizer.residuals.is_open:
+            self._synchronizer.commit()  # an optimizer does not step
         self._synchronizer.replan(plan)
 
-    @property
-    def _holds_residuals(self) -> bool:
-        return any(self._synchronizer.residuals.holds_after_pruning(name) for name in self._synchronizer.tensors)
+    def _passes_while(self, goes_on: Callable[[], bool]) -> Script[None]:
+        """Let steps pass while optimizers have not decided on them, or residuals are left. All ranks count alike."""
+        for _ in range(PASSES):
+            if not goes_on():
+                return
+            yield
+            self._settle()
+
+    def _any_rank_holds(self) -> bool:
+        """Whether any rank holds residuals. Those of a parameter that is not used stay until a plan sends them."""
+        residuals = self._synchronizer.residuals
+        return self._any_rank(any(residuals.holds_after_pruning(name) for name in self._synchronizer.tensors))
 
     def _any_rank(self, mine: bool) -> bool:
         return bool(self._calibration.largest(np.array([float(mine)]))[0])
@@ -386,17 +399,3 @@ class Autopilot:
     def _tell(self, text: str) -> None:
         if self._synchronizer.rank == 0:
             tell(text)
-
-
-def margin(candidate: Candidate) -> float:
-    """Share by which a candidate must be faster than one of higher fidelity."""
-    return MIN_PLAN_GAIN if candidate.gradwire else MIN_GAIN
-
-
-def _worth_a_trial(candidate: Candidate, predicted: float, fastest: float) -> bool:
-    """Whether a candidate may turn out faster than the fastest that was timed.
-
-    A plan is slower than predicted more often than not, DDP's own all-reduce faster. The latter has the higher
-    fidelity and must not lose by a prediction alone.
-    """
-    return predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)

@@ -60,7 +60,8 @@ class Candidate:
         specs = sorted({row.spec for row in table.rows if row.spec != "none"})
         choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
         name = name or f"gradwire, {' and '.join(specs) or 'dense'}"
-        return cls(name, choices=choices, plan=Plan.of_entries({**table.entries(), **given}), table=table)
+        later = Plan("none", feedback=table.feedback or None)  # for tensors that are frozen now
+        return cls(name, choices=choices, plan=Plan.of_entries({**table.entries(), **given}, later), table=table)
 
     @property
     def gradwire(self) -> bool:

@@ -11,6 +11,10 @@ from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
 from gradwire.tuning.candidates import KINDS, Candidate
 
+MIN_GAIN = 0.01  # share by which DDP's all-reduce in fp16 must be faster than a candidate of higher fidelity
+MIN_PLAN_GAIN = 0.05  # the same for a plan, whose steps vary more
+NATIVE_DOUBT = 1.5  # predictions for DDP's own all-reduce were seen to be a third too long
+
 
 class Timed(Protocol):
     """Something that was timed: a candidate, or a row of a result."""
@@ -42,6 +46,20 @@ def choose(steps: Mapping[C, float], margin: Callable[[C], float], least: float 
         return any((1 + margin(rival)) * max(least, steps[rival]) < steps[candidate] for rival in rivals)
 
     return max((candidate for candidate in steps if not is_beaten(candidate)), key=fidelity_of)
+
+
+def margin(candidate: Candidate) -> float:
+    """Share by which a candidate must be faster than one of higher fidelity."""
+    return MIN_PLAN_GAIN if candidate.gradwire else MIN_GAIN
+
+
+def worth_a_trial(candidate: Candidate, predicted: float, fastest: float) -> bool:
+    """Whether a candidate may turn out faster than the fastest that was timed.
+
+    A plan is slower than predicted more often than not, DDP's own all-reduce faster. The latter has the higher
+    fidelity and must not lose by a prediction alone.
+    """
+    return predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)
 
 
 @dataclass(frozen=True)

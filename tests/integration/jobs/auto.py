@@ -172,6 +172,36 @@ class Product(nn.Module):
         return torch.stack([(self.parameters_[name] * grad).sum() for name, grad in grads.items()]).sum()
 
 
+def frozen_at_attach(rank: int, world_size: int) -> dict[str, Any]:
+    """A plan for a module that was frozen in part after DDP had made its buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    costs = Costs(world_size, (SLOW,), {"none": DENSE, "onebit": CHEAP})
+    compressor = RankedCompressor("onebit", ("allgather",))
+    at_attach = plan([PlannedTensor("1.weight", (64, 64))], costs, [compressor], min_elements=0)
+
+    def script() -> Script[None]:
+        yield from pilot.switch(NATIVE)
+        yield
+        yield from pilot.switch(Candidate.of(at_attach))
+        yield from itertools.repeat(None)
+
+    pilot._script = script()
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(torch.full((1, 64), 1.0 + rank + step)).sum().backward()
+        optimizer.step()
+    found = {"hash": fingerprint(model.parameters()), "way": pilot.current.name, "tensors": list(pilot._tensors)}
+    handle.detach()
+    return found
+
+
 def at_rest(rank: int, world_size: int) -> dict[str, Any]:
     """Settled on DDP's own all-reduce, over two rests with a window between them."""
     torch.manual_seed(0)

@@ -324,3 +324,36 @@ def accumulate(rank: int, world_size: int, method: str) -> dict[str, Any]:
     everything = fingerprint(ddp.parameters())
     handle.detach()
     return {"commits": len(commits), "hash": everything}
+
+
+def throws_a_pass_away(rank: int, world_size: int) -> dict[str, Any]:
+    """Two optimizers. The gradients of one pass are thrown away, those of another by the second optimizer only."""
+    torch.manual_seed(0)
+    modules = [torch.nn.Linear(64, 64, bias=False) for _ in range(2)]
+    ddp = wrap(torch.nn.Sequential(*modules))
+    first, second = (torch.optim.SGD(module.parameters(), 0.1) for module in modules)
+    handle = gw.attach(ddp, gw.Plan("topk", min_elements=0), optimizer=[first, second])
+
+    def run(step: int) -> None:
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        ddp(torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+
+    def held() -> dict[str, list[float]]:
+        return {name: values.tolist() for name, values in handle.synchronizer.residuals.total().items()}
+
+    run(0)
+    first.step()
+    second.step()
+    before = held()
+    run(1)
+    handle.rollback()
+    thrown_away = held()
+    run(2)
+    first.step()
+    handle.rollback()
+    after = held()
+    changed = sorted(name for name in before if before[name] != after[name])
+    found = {"unchanged": before == thrown_away, "changed": changed, "open": handle.synchronizer.residuals.is_open}
+    handle.detach()
+    return found
