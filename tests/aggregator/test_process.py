@@ -305,6 +305,21 @@ def test_an_older_session_is_refused(job, number):
     check_round(new, 1)
 
 
+def test_what_is_left_of_an_older_session_does_not_end_the_next_one(job):
+    patience = 0.5
+    address = job.serve(workers=2, patience=timedelta(seconds=patience))
+    config = jobs.config(2)
+    check_round(job.join(address, config, session=5), 0)
+    new = [AggregationClient(address, config, 0, session=6)]  # the other one still starts
+    job.clients += new
+    with pytest.raises(SyncError, match="started again since"):
+        AggregationClient(address, config, 1, session=5)
+    threading.Event().wait(3 * patience)
+    new.append(AggregationClient(address, config, 1, session=6))
+    job.clients += new[1:]
+    check_round(new, 0)
+
+
 def test_arguments_that_do_not_fit_the_configuration_are_refused_at_once(job):
     config = jobs.config(1)
     client = job.join(job.serve(workers=1), config)[0]

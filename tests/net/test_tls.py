@@ -16,7 +16,7 @@ import pytest
 from gradwire.core.errors import OptionError
 from gradwire.net.handshake import GroupMember, JobKey
 from gradwire.net.reconnecting import ReconnectingEndpoint
-from gradwire.net.tls import TlsFiles
+from gradwire.net.tls import TlsFiles, TlsSocket
 
 from .certificates import Authority
 from .recorder import until
@@ -117,6 +117,28 @@ def test_a_paused_end_goes_on_with_what_was_buffered(ends, certificates):
         worker.send(SERVER, frame(1, number), np.zeros(100_000, np.uint8))
     server.pause(1, False)
     assert [there.hear("frame")[2] for _ in range(20)] == list(range(20))
+
+
+def test_a_socket_with_nothing_left_says_so(certificates):
+    """Else the thread of all connections does not sleep until the next bytes come."""
+    here, there = socket.socketpair()
+    for each in (here, there):
+        each.setblocking(False)
+    server = TlsSocket(here, certificates.server.context(server=True), None)
+    worker = TlsSocket(there, certificates.worker.context(server=False), "127.0.0.1")
+    for _ in range(3):
+        for end in (worker, server):
+            with contextlib.suppress(BlockingIOError):
+                end.shake_hands()
+    room = memoryview(bytearray(1000))
+    worker.send(bytes(1000))
+    assert server.recv_into(room) == 1000
+    assert server.buffered, "there may be more"
+    with pytest.raises(BlockingIOError):
+        server.recv_into(room)
+    assert not server.buffered
+    here.close()
+    there.close()
 
 
 @pytest.mark.parametrize(
