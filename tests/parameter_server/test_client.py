@@ -39,6 +39,38 @@ def test_residuals_are_loaded_as_they_were_saved() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_saved_residual_is_not_loaded_if_a_push_has_taken_it_along(
+    steps_after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker saves, goes on, and is killed. Another process takes its place."""
+    server = ParameterServer(ParameterServerOptions(1))
+    serving = Thread(target=server.run)
+    serving.start()
+    transfer = gw.TransferOptions(min_elements=64)
+    killed = connect(server, transfer=transfer)
+    for step in range(3):
+        train_step(killed, step)
+    saved = killed.state_dict()
+    assert saved["weight"].count_nonzero() > 100
+    for step in range(3, 3 + steps_after):
+        train_step(killed, step)
+    killed.wait()
+    with connect(server, transfer=transfer) as client:  # the server closes the other's connection
+        client.load_state_dict(saved)
+        found = client.state_dict()
+        assert found["gradwire.step"] == 3 + steps_after
+    serving.join()
+    assert ("are not loaded" in caplog.text) == bool(steps_after)
+    if steps_after:
+        assert "weight" not in found
+    else:
+        assert torch.equal(found["weight"], saved["weight"])
+    with contextlib.suppress(SyncError):
+        killed.close()
+
+
+@pytest.mark.timeout(120)
 def test_a_straggler_ends_in_good_order_when_enough_others_have_finished() -> None:
     server = ParameterServer(ParameterServerOptions(3))
     others_finished = Event()

@@ -17,6 +17,7 @@ normalization. Here all workers train its affine parameters, and buffers (runnin
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ from gradwire.parameter_server.report import ParameterReport, late_share
 from gradwire.parameter_server.session import TrainingConfig, TrainingJoin
 from gradwire.parameter_server.slot import ParameterSlot
 
+logger = logging.getLogger("gradwire")
+_STEP = "gradwire.step"  # in a saved state, next to names of parameters
 _Placed = tuple[ParameterChunk, ServerConnection, ParameterSlot]
 """A chunk, the connection to the server that keeps it, and its slot there."""
 
@@ -204,9 +207,12 @@ class ParameterClient:
         self._pulls.pull_all()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Residuals of this worker by parameter name: float32, of the parameter's shape. Empty ones are left out."""
+        """Residuals of this worker by parameter name: float32, of the parameter's shape. Empty ones are left out.
+
+        The entry ``"gradwire.step"`` is the number of steps of the job so far.
+        """
         self.wait()
-        state: dict[str, torch.Tensor] = {}
+        state = {_STEP: torch.tensor(self._step)}
         for name, placed in self._placed.items():
             if any(slot.residual is not None for _, _, slot in placed):
                 state[name] = torch.zeros(self._parameters[name].shape)
@@ -218,6 +224,9 @@ class ParameterClient:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the residuals that an earlier process of this worker has saved.
 
+        A residual travels with the next push. If that process had pushed a parameter again after it saved, what it has
+        saved of it was applied, so it is not loaded, and a warning says so.
+
         Args:
             state: Residuals by parameter name, on any device. Parameters without one keep theirs.
 
@@ -225,6 +234,8 @@ class ParameterClient:
             OptionError: The model has no parameter of this name and shape. Nothing has changed.
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
+        state = dict(state)
+        step = int(state.pop(_STEP, torch.tensor(sys.maxsize)))
         for name, residual in state.items():
             if name not in self._placed or residual.shape != self._parameters[name].shape:
                 raise OptionError(
@@ -233,12 +244,21 @@ class ParameterClient:
                 )
         self.wait()  # the encoder thread uses the residuals until then
         loaded = {name: residual.detach().cpu().to(torch.float32) for name, residual in state.items()}
+        applied: set[str] = set()
         for chunk, slot in self._chunks():
-            if loaded.keys() & chunk.parameters:
+            if slot.has_pushed_since(step):
+                applied |= loaded.keys() & chunk.parameters
+            elif loaded.keys() & chunk.parameters:
                 residuals = {name: torch.zeros(self._parameters[name].shape) for name in chunk.parameters}
                 if slot.residual is not None:
                     chunk.write(torch.from_numpy(slot.residual), residuals)
                 slot.residual = chunk.of(residuals | loaded).reshape(-1).numpy().copy()
+        if applied:
+            logger.warning(
+                "Residuals of %d parameters, such as %r, were saved after %d steps, and this worker has pushed since: "
+                "they were applied then, and are not loaded. Save state_dict() after each step that may be the last.",
+                len(applied), min(applied), step,
+            )  # fmt: skip
 
     @property
     def finished(self) -> bool:

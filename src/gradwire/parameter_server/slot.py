@@ -134,6 +134,10 @@ class ParameterSlot:
         """Note the steps that the server has a push of this worker for, from an earlier process or connection."""
         self._pushed_before = steps
 
+    def has_pushed_since(self, step: int) -> bool:
+        """Whether the server has a push of this worker for a step from `step` on, by what it said in its welcome."""
+        return any(each >= step for each in self._pushed_before)
+
     def first_values(self, values: torch.Tensor) -> Frame:
         """The frame of the initial values, which worker 0 sends."""
         self.version = self.newest = 0
