@@ -81,7 +81,7 @@ def synchronize(elements, ranks, strategy, link, bulk=None):
     return step(model(elements), Plan("none", strategy=strategy), Cluster(ranks, link), costs(), bulk=bulk)
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3, 7])
+@pytest.mark.parametrize("windows", [pytest.param(1, marks=pytest.mark.ci), 2, 3, 7])
 def test_a_sender_without_room_at_its_receiver_sends_again_after_a_timeout(windows):
     # Seven ranks send 4 KiB to the owner of the only chunk. It has room for some of them each time.
     result = synchronize(1024, 8, "scatter_reduce", shallow(windows))
@@ -106,6 +106,7 @@ def test_a_deep_queue_changes_nothing():
         assert synchronize(ELEMENTS, 6, strategy, deep) == synchronize(ELEMENTS, 6, strategy, endless)
 
 
+@pytest.mark.ci
 def test_slots_leave_room_for_everyone():
     link = shallow(2)
     assert synchronize(ELEMENTS, 6, "allgather", link).num_lost > 0

@@ -83,7 +83,8 @@ def test_shared_cores_cannot_be_folded():
         step(model(8 * 65536), "none", Cluster(8, LINK, cores=2), KNOWN, fold=True)
 
 
-@pytest.mark.parametrize(("name", "many"), [("resnet50", 1024), pytest.param("vgg19", 4096, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(("name", "many"), [("resnet50", 1024), ("vgg19", 4096)])
+@pytest.mark.ci
 def test_thousands_of_ranks_of_a_model(name, many):
     tensors = SimulatedModel.of(models.get(name), Compute(0.03, 0.07))
     few, more = (step(tensors, "onebit", Cluster(ranks, LINK), KNOWN) for ranks in (64, many))
