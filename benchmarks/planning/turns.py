@@ -36,8 +36,8 @@ def runner(rank: Rank) -> RunSegment:
             segments = [rank.job.segments[each] for each in indices]
             rank.set_rate(None)
             replays: dict[int, Replay] = {}
-            for place in range(methods):
-                place = (index // methods + place) % methods
+            first = index // methods % methods
+            for place in [*range(first, methods), *range(first)]:
                 replays[place] = Replay.begin(rank, segments[place], recordings[segments[place].bucket_mb])
             ordered = [replays[place] for place in range(methods)]
             timed.update(zip(indices, _in_turns(rank, ordered), strict=True))

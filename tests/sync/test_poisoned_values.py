@@ -366,3 +366,35 @@ def test_an_optimizer_without_a_poisoned_tensor_commits_its_own(partitions: int)
         )
         assert torch.allclose(found[0][0][name] + held, produced, rtol=0, atol=1e-4), name
     assert [rollbacks for _, _, rollbacks in found] == [1, 1]
+
+
+def test_a_second_pass_goes_on_with_the_residuals_of_the_optimizer_that_is_not_poisoned() -> None:
+    """Gradients accumulate over two passes. The means of the first stay in `.grad`, with what they left out staged."""
+    owned = {"bad"}, {"good"}
+
+    def grads_of(rank: int, step: int) -> Gradients:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return {name: torch.randn(60, 70, generator=generator) for name in ("bad", "good")}
+
+    def run(one: Synchronizer) -> tuple[torch.Tensor, np.ndarray]:
+        applied = torch.zeros(60, 70, dtype=torch.float64)
+        for step, passes in enumerate([(0,), (1, 2)]):
+            accumulated = {name: torch.zeros(60, 70) for name in ("bad", "good")}
+            for number in passes:
+                one.begin_step(owned)
+                for name, grad in grads_of(one.rank, number).items():
+                    accumulated[name] += grad
+                if step:
+                    accumulated["bad"][0, 0] = torch.inf
+                one.submit([GradientSlice(name, grad) for name, grad in accumulated.items()])
+                one.wait()
+            for names in owned[step:]:
+                one.commit(names)
+            applied += accumulated["good"].double()
+        return applied, one.residuals.total()["good"]
+
+    with ranks(2, Plan("threelc", min_elements=0)) as group:
+        found = group.each(run)
+    produced = sum(grads_of(rank, number)["good"].double() / 2 for number in range(3) for rank in range(2))
+    held = sum(torch.from_numpy(np.resize(held, 4200)).view(60, 70) for _, held in found)
+    assert torch.allclose(found[0][0] + held, produced, rtol=0, atol=1e-4)

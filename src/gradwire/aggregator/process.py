@@ -268,12 +268,12 @@ class AggregationServer(Server):
         port = None if self._datagrams is None else self.address[1]
         guard = self.options.guard if session.kernel is not None else ""
         welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast, guard).to_bytes()
-        header = Header(FrameKind.WELCOME, sender=self.options.workers, epoch=self._epoch)
-        self._endpoint.send(worker, header, np.frombuffer(welcome, np.uint8))
+        self._endpoint.send(worker, self._header(FrameKind.WELCOME), np.frombuffer(welcome, np.uint8))
         for _, packet in session.machine.rejoined(worker):  # over TCP, since nothing may have proven its address yet
-            self._endpoint.send(
-                worker, Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch), packet
-            )
+            self._endpoint.send(worker, self._header(FrameKind.PACKET), packet)
+
+    def _header(self, kind: FrameKind) -> Header:
+        return Header(kind, sender=self.options.workers, epoch=self._epoch)
 
     def _take_address(self, session: _Session, made: WorkerDatagrams) -> None:
         before = session.datagrams.get(made.address)
@@ -289,7 +289,7 @@ class AggregationServer(Server):
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
             machine = KernelStateMachine(join.config, epoch, kernel)
-        self._refused.clear()  # in an earlier session
+        self._refused.clear()  # whoever was refused in an earlier session is not missed for that in this one
         if self._session is not None:
             self._earlier.append(self._session.number)
             reason = "The job has been started again since. End this process."
@@ -418,7 +418,7 @@ class AggregationServer(Server):
     def _send(self, session: _Session, messages: list[PacketToSend]) -> None:
         for worker, packet in messages:
             if self._datagrams is None:
-                header = Header(FrameKind.PACKET, sender=self.options.workers, epoch=self._epoch)
+                header = self._header(FrameKind.PACKET)
                 for each in list(session.present) if worker == EVERYONE else [worker]:
                     self._endpoint.send(each, header, packet)
             elif worker == EVERYONE and session.group is not None and self.options.multicast is not None:

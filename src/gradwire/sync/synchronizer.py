@@ -284,6 +284,9 @@ class Synchronizer(Peers):
                 f"at once, but {count} were submitted. Submit full tensors, or choose another compressor or strategy."
             )
 
+    def _has_nonfinite(self, names: Collection[str] | None) -> bool:
+        return bool(self._nonfinite) if names is None else not self._nonfinite.isdisjoint(names)
+
     def _mark_nonfinite(self, names: Collection[str], mismatch: bool) -> None:
         self._nonfinite.update(names)
         self.state_mismatch |= mismatch
@@ -297,10 +300,8 @@ class Synchronizer(Peers):
             owned: Names of the tensors of each optimizer, if there are several: those of one with finite means stay.
         """
         self.wait()
-        if self._nonfinite and not owned:
-            self.rollback()
-        for names in owned if self._nonfinite else ():
-            if not self._nonfinite.isdisjoint(names):
+        for names in owned or (None,):
+            if self._has_nonfinite(names):
                 self.rollback(names)
         if self._watch is not None and self._watch.watches(self.step):
             self._compare_norms(self._watch)
@@ -326,7 +327,7 @@ class Synchronizer(Peers):
             names: Names of the tensors to commit. None means all.
         """
         self.wait()
-        if self._nonfinite if names is None else not self._nonfinite.isdisjoint(names):
+        if self._has_nonfinite(names):
             self.rollback(names)
             return
         self.residuals.commit(names)
@@ -342,7 +343,7 @@ class Synchronizer(Peers):
         self.residuals.rollback(names)
         if self._watch is not None:
             self._watch.discard()
-        self._nonfinite.difference_update(self._nonfinite.copy() if names is None else names)
+        self._nonfinite -= self._nonfinite if names is None else set(names)
         self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
 
     def rescale(self, factor: float) -> None:

@@ -340,7 +340,7 @@ class Autopilot:
         self._synchronizer.replan(plan)
 
     def _passes_while(self, goes_on: Callable[[], bool]) -> Script[None]:
-        """Let steps pass while optimizers have not decided on them, or residuals are left. All ranks count alike."""
+        """Let steps pass while optimizers have not decided on them, or residuals are left. All ranks count the same."""
         for _ in range(PASSES):
             if not goes_on():
                 return
