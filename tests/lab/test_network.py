@@ -87,8 +87,10 @@ def test_counters_are_the_bytes_sent_and_their_headers():
         receiver, sender = (host.counters for host in result.hosts)
         own_received, own_sent = printed(result)["interface"]
         total = lab.counters()[0]
-    # A frame has 66 bytes of headers for at most 1448 of payload; TCP sends some shorter ones.
-    assert count * 1514 / 1448 < sender.bytes_sent < count * 1.10
+    # A frame has 66 bytes of headers for at most 1448 of payload. On a busy machine TCP sends many shorter ones, and
+    # some of them twice.
+    assert count * 1514 / 1448 < sender.bytes_sent
+    assert count < sender.bytes_sent - 66 * sender.packets_sent < count * 1.05
     # The network is silent: what one sends the other receives, to the byte, and acknowledgements the other way.
     assert receiver.bytes_received == sender.bytes_sent
     assert sender.bytes_received == receiver.bytes_sent

@@ -207,6 +207,7 @@ def test_only_the_first_failure_counts() -> None:
         made.engine.fail(first)
         made.engine.fail(second)
         assert made.engine.error is first
+        assert failure_of(made.engine) is first
         assert [error for error, _ in made.dumps] == [first]
 
 
@@ -253,6 +254,19 @@ def test_the_recorder_sees_the_moment_and_may_fail_itself(caplog: pytest.LogCapt
     assert state["early_bytes"] == [0, HEADER_BYTES + 28]
     assert state["received_bytes"] == [0, 2 * HEADER_BYTES + 28]
     assert state["sent_bytes"] == [0, 0]
+
+
+def test_a_recorder_that_hangs_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    with setup(on_failure=lambda error, state: release.wait(PATIENCE)) as made:
+        start_time = time.monotonic()
+        made.engine.run(receiving(key())[0])
+        made.engine.fail(SyncError("something"))
+        assert "something" in str(failure_of(made.engine))
+        assert isinstance(made.peers[1].failure(), PeerFailedError)
+        assert time.monotonic() - start_time < PATIENCE / 2
+        until(lambda: "gradwire-flight-recorder has not ended" in caplog.text)
+        release.set()
 
 
 # -- peers that leave or stall -------------------------------------------------------------------------------------

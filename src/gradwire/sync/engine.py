@@ -63,8 +63,8 @@ class Engine:
         admit: Raises `FrameError` for a header that does not fit what the ranks agreed on.
         events: Stream of metrics.
         stall_timeout: Longest time that a live peer may take to send a frame that is waited for.
-        on_failure: Called once with the error and the current state, before anyone else is notified. Writes the flight
-            recorder's file.
+        on_failure: Called once, on a thread of its own, with the error and the state at that moment. Writes the flight
+            recorder's file. Nobody waits for it longer than two seconds.
         early_bytes_limit: Most bytes, headers included, of one peer's frames that no run waits for yet. It applies
             before the transport starts, which may already hold frames of a fast peer.
         threads: Number of computation threads; None means `default_threads`.
@@ -225,11 +225,12 @@ class Engine:
             self.error = error = located(error, list(self._waits))
             reason = str(error)
             tensor, detail = error.tensor or "", {"message": reason}
+            state: dict[str, Any] = {}
             try:
                 self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
-                self._on_failure(error, self._state())
+                state = self._state()
             except BaseException:  # the peers and all who wait must still be told
-                logger.exception("The flight recorder could not be written.")
+                logger.exception("The flight recorder's file will lack the state of the engine.")
             abandoned = list(self._active)
             self._active.clear()
             self._ready.clear()
@@ -237,13 +238,17 @@ class Engine:
             self._waits.clear()
             self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
-            abort = partial(self._abort, error, reason, abandoned)
+            abort = partial(self._abort, error, reason, state, abandoned)
             self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
 
-    def _abort(self, error: SyncError, reason: str, abandoned: list[Run]) -> None:
+    def _abort(self, error: SyncError, reason: str, state: dict[str, Any], abandoned: list[Run]) -> None:
+        """Tell peers and all who wait. A disk that hangs holds up none of them."""
+        report = partial(self._on_failure, error, state)
+        reporting = core_threads.start("gradwire-flight-recorder", report, on_error=None)
         try:
             self.transport.abort(reason, error.rank)
         finally:
+            core_threads.end(reporting, _ABORT_SECONDS)
             for run in abandoned:
                 run.fail(error)
 
