@@ -1,10 +1,10 @@
 """The goal, who reaches it and when: the table and plots of `benchmarks.accuracy.time_to_accuracy`.
 
 Losses are those of the validation set, each the mean of the last three validations. The goal is the level of DDP fp32
-at the end: the mean over its seeds, plus two standard deviations between them, above which about one in forty of
-further trainings with DDP fp32 would end. A training has reached it at the first validation from which the loss stays
-at or below the goal. Seconds are the steps until then, each with the step time of its method, so they have no other
-part of the training such as validations.
+at the end: the mean over its seeds, plus two standard deviations between them, above which about one in nine of
+further trainings with DDP fp32 would end, if there are three seeds (Student's t). A training has reached it at the
+first validation from which the loss stays at or below the goal. Seconds are the steps until then, each with the step
+time of its method, so they have no other part of the training such as validations.
 
 Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
 training of DDP with the same seed. Where a seed does not reach the goal there is no mean.

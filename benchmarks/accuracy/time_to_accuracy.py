@@ -245,18 +245,17 @@ def run(
     done: Set[tuple[str, ...]],
     recorded: Sequence[Row],
 ) -> Iterator[list[Row]]:
-    """Time and train what the record does not have."""
+    """Train what the record does not have. If it lacks step times of one method, time all methods of the workload."""
     labels, kinds, end = listed(methods, tuple(METHODS)), choose(parts, PARTS), time.monotonic() + 60 * minutes
     tasks = [Task.of(name, data) for name in listed(workloads, tuple(WORKLOADS))]
     rows = list(recorded)
     for task in tasks if "time" in kinds else ():
+        known = [row["method"] for row in rows if row["workload"] == task.name and row["metric"] == "step"]
         wanted = [each for label in labels for _, each in phases(task.method(label, steps), steps)]
-        timed = [
-            each for each in dict.fromkeys(wanted)
-            if key_of({"workload": task.name, "method": each}, KEY) not in done
-        ]  # fmt: skip
-        if timed and time.monotonic() < end:
-            for part in time_methods(task, timed, seconds, not loopback):
+        is_missing = any(key_of({"workload": task.name, "method": each}, KEY) not in done for each in wanted)
+        if is_missing and time.monotonic() < end:
+            # All of them: ratios of times from two recordings, or from two machines, would mean nothing.
+            for part in time_methods(task, list(dict.fromkeys([*known, *wanted])), seconds, not loopback):
                 rows += part
                 yield part
     if "learn" not in kinds:

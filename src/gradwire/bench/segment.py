@@ -62,6 +62,8 @@ def run_segment(rank: Rank, index: int) -> SegmentOutcome:
     rank.set_rate(segment.train_rate)
     losses, seconds, validations = _train(training, index)
     rank.set_rate(None)
+    if not training.steps:
+        training.step()  # compiles kernels, and lets DDP order its buckets
     loss, accuracy = _validate(training) if segment.train_steps else (None, None)
     timed = [time_steps(training, index, rate) for rate in segment.rates] if segment.min_timed else []
     rank.set_rate(None)

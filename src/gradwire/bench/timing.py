@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench import methods
 from gradwire.bench.job import Progress, Segment, TimedSteps
 from gradwire.bench.rank import Rank
-from gradwire.bench.statistics import wire_seconds
 from gradwire.lab.counters import interface_counters
-from gradwire.lab.units import parse_rate
 
 
 @dataclass
@@ -44,19 +42,14 @@ class Steps(ABC):
 
 
 def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
-    """Time steps at a rate, as many as the segment asks for.
+    """Time steps at a rate, as many as the segment asks for and the first one suggests.
 
     Args:
-        training: Training or replay.
+        training: Training or replay, which has taken a step already.
         index: Index of its segment.
         rate: Rate of the links.
     """
     rank, segment = training.rank, training.segment
-    # One step before the links are shaped compiles kernels, lets DDP order its buckets, and shows the bytes.
-    before = training.connection.costs(training.steps)
-    _, duration = training.step()
-    sent = (training.connection.costs(training.steps) - before).sent_bytes
-    steps = rank.agree(_num_timed(segment, duration, sent, rate))
     rank.set_rate(rate)
     # A training at this rate has settled already, unless it was too short.
     settled = training.connection.settle(training.step, restart=rate != segment.train_rate or not segment.train_steps)
@@ -64,9 +57,12 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     counters = interface_counters() if rank.job.shaped else None
     costs, seconds = training.connection.costs(training.steps), []
     processor = time.process_time()
-    for step in range(1, steps + 1):
+    steps = segment.min_timed
+    while len(seconds) < steps:
         seconds.append(training.step()[1])
-        rank.progress(Progress(index, "timed", step, steps, rate=rate))
+        if len(seconds) == 1:
+            steps = rank.agree(_num_timed(segment, seconds[0]))
+        rank.progress(Progress(index, "timed", len(seconds), steps, rate=rate))
     processor = time.process_time() - processor
     spent = training.connection.costs(training.steps) - costs
     dist.barrier()  # everything sent has arrived
@@ -82,6 +78,5 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     )
 
 
-def _num_timed(segment: Segment, unshaped_seconds: float, sent_bytes: int, rate: str | None) -> int:
-    expected = max(unshaped_seconds, wire_seconds(sent_bytes, parse_rate(rate)))
-    return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / expected)))
+def _num_timed(segment: Segment, step_seconds: float) -> int:
+    return max(segment.min_timed, min(segment.max_timed, round(segment.timed_seconds / step_seconds)))
