@@ -49,6 +49,14 @@ def test_a_wrong_name_is_an_error_with_one_process_too() -> None:
         alone("threelcc")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_frozen_parameters_may_be_quantized(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(4, 2))
+    module.register_parameter("quantized", nn.Parameter(torch.zeros(8, dtype=dtype), requires_grad=False))
+    handle = attach_unless_alone(module, "threelc", 1, optimizer=None, scaler=None)
+    assert list(handle.synchronizer.tensors) == ["0.weight", "0.bias"]
+
+
 def test_one_process_would_train_without_momentum_if_a_plan_corrected_it() -> None:
     module = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,8 @@ class GradwireCallback(TrainerCallback):
     Args:
         trainer: The Trainer, which callbacks are not told. Its optimizer and GradScaler are used.
         method: As in `gradwire.attach`.
-        log: Whether `handle.scalars` are logged when the Trainer logs, as ``gradwire/...``.
+        log: Whether `handle.scalars` are logged when the Trainer logs its loss, as ``gradwire/...``. Those that are not
+            finite are left out: the Trainer writes its log as JSON, which has no such numbers.
         resume_from: Folder of the checkpoint to take the residuals from, if it is not found: callbacks are not told the
             argument of ``train``. It is found if it is in the Trainer's ``output_dir``, or in
             ``TrainingArguments.resume_from_checkpoint``.
@@ -65,6 +67,7 @@ class GradwireCallback(TrainerCallback):
     ) -> None:
         self.handle: AnyHandle | None = None
         self.resume_from = resume_from
+        self._logged_step = 0
         self._trainer, self._method, self._log, self._options = trainer, method, log, options
 
     def on_train_begin(
@@ -82,12 +85,26 @@ class GradwireCallback(TrainerCallback):
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
+        self._logged_step = state.global_step
         if state.global_step:
             self._resume(self.handle, state)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Log scalars in the steps in which the Trainer logs."""
-        if self._log and self.handle is not None and control.should_log and (numbers := self.handle.scalars("last")):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Log scalars, once per step, when the Trainer has logged its loss.
+
+        Not sooner: the Trainer takes any call of its ``log`` for its own, and would leave its loss out.
+        """
+        if not self._log or self.handle is None or "loss" not in (logs or {}) or state.global_step <= self._logged_step:
+            return
+        self._logged_step = state.global_step
+        if numbers := {name: each for name, each in self.handle.scalars("last").items() if math.isfinite(each)}:
             self._trainer.log(numbers)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
@@ -101,8 +118,10 @@ class GradwireCallback(TrainerCallback):
             path.with_suffix(".tmp").rename(path)  # a process that is killed here leaves no partial file
 
     def _resume(self, handle: AnyHandle, state: TrainerState) -> None:
-        given = [each for each in (self.resume_from, self._trainer.args.resume_from_checkpoint) if each is not None]
-        for folder in [*map(Path, given), _folder(self._trainer.args, state)]:
+        given = [self.resume_from, self._trainer.args.resume_from_checkpoint]
+        # For `train`, True means the last checkpoint in the Trainer's folder.
+        folders = [Path(each) for each in given if each is not None and not isinstance(each, bool)]
+        for folder in [*folders, _folder(self._trainer.args, state)]:
             if (folder / FILE_NAME).is_file() and _is_of(folder, state):
                 handle.load_state_dict(torch.load(folder / FILE_NAME, map_location="cpu", weights_only=True))
                 logger.info("Residuals of all ranks were loaded from %s.", folder / FILE_NAME)
@@ -122,4 +141,5 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 def _is_of(folder: Path, state: TrainerState) -> bool:
     """Whether a folder has the checkpoint of a state. Another run may have saved the same step."""
     saved = json.loads((folder / TRAINER_STATE_NAME).read_text())
-    return bool(saved["global_step"] == state.global_step and saved["log_history"] == state.log_history)
+    own = {"global_step": state.global_step, "log_history": state.log_history}
+    return json.dumps({name: saved[name] for name in own}) == json.dumps(own)  # as text, in which NaN equals NaN

@@ -28,7 +28,8 @@ class GradwireCallback(Callback):
 
     Args:
         method: As in `gradwire.attach`.
-        log: Whether `handle.scalars` are logged every ``log_every_n_steps`` steps, as ``gradwire/...``.
+        log: Whether `handle.scalars` are logged every ``log_every_n_steps`` steps of the optimizers, as
+            ``gradwire/...``.
         options: Further arguments of `gradwire.attach`: ``fidelity``, ``check_every``, ``options``.
 
     Attributes:
@@ -46,6 +47,7 @@ class GradwireCallback(Callback):
         self._method, self._log, self._options = method, log, options
         self._module: object = None  # kept, since a module that is dropped closes its handle
         self._loaded: Document | None = None
+        self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module that Lightning has wrapped, and load what its checkpoint held."""
@@ -59,6 +61,7 @@ class GradwireCallback(Callback):
             ),
             module,
         )
+        self._logged_step = trainer.global_step
         if self._loaded is not None:
             self.handle.load_state_dict(self._loaded)
             self._loaded = None
@@ -68,7 +71,11 @@ class GradwireCallback(Callback):
     ) -> None:
         """Log scalars, on rank 0."""
         step, every = trainer.global_step, trainer.log_every_n_steps
-        if self._log and self.handle is not None and trainer.is_global_zero and every and step % every == 0:
+        if not self._log or self.handle is None or not trainer.is_global_zero or not every:
+            return
+        # A step may take many batches, and a batch may have a step of each optimizer.
+        if step // every > self._logged_step // every:
+            self._logged_step = step
             numbers = self.handle.scalars("last")
             for each in trainer.loggers if numbers else []:
                 each.log_metrics(numbers, step=step)

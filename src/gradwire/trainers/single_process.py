@@ -41,7 +41,8 @@ class SingleProcessHandle(ObservedHandle):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in module.named_parameters()}
+        trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
+        tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in trained}
         info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
         super().__init__(Synchronizer(info, "none", tensors=tensors))
 
