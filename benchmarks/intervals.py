@@ -9,6 +9,8 @@ from collections.abc import Sequence
 # Student's t for a 95 % interval, by number of values.
 _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
+MAX_VALUES = max(_T_95)
+
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half of its 95 % interval by Student's t, which is NaN for fewer than two values. NaN if one is NaN."""

@@ -8,12 +8,13 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from benchmarks.intervals import MAX_VALUES
 from gradwire.core.errors import OptionError
 
 Cifar10 = Annotated[Path, typer.Option(help="Folder or tar of CIFAR-10 as images.")]
 Sst2 = Annotated[Path, typer.Option(help="Folder of SST-2, with train.tsv.")]
 Rates = Annotated[str, typer.Option(help="Rates of each link, one after another.")]
-Seeds = Annotated[int, typer.Option(help="Trainings of each method.")]
+Seeds = Annotated[int, typer.Option(min=1, max=MAX_VALUES, help="Trainings of each method.")]
 Seconds = Annotated[float, typer.Option(help="About how long each method is timed at each rate.")]
 
 T = TypeVar("T", str, int, float)

@@ -10,7 +10,6 @@ import multiprocessing
 import queue
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +28,7 @@ from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 SMALL_BYTES, BIG_BYTES = 100, 25_000_000
 ROUND_TRIPS, BIG_FRAMES, BURST = 2000, 20, 5000
 ECHO, ACKNOWLEDGE, COUNT = 0, 1, 2
+PATIENCE_SECONDS = 60.0
 
 
 Row = dict[str, Any]
@@ -42,12 +42,23 @@ class Frames:
         self.transport = TcpTransport.connect(
             store, rank, 2, timeout=timedelta(seconds=30), name=f"benchmark {integrity}", integrity=integrity
         )
-        self.answers: queue.SimpleQueue[Header] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Header | SyncError] = queue.SimpleQueue()
         deliver = self.answer if rank else lambda peer, header, body: self.answers.put(header)
         self.transport.start(Callbacks(lambda peer, header: None, deliver, self.fail))
 
     def fail(self, error: SyncError) -> None:
-        print(error, file=sys.stderr)
+        self.answers.put(error)
+
+    def wait(self) -> None:
+        """Wait for the next answer.
+
+        Raises:
+            SyncError: The other process is gone.
+            queue.Empty: It does not answer.
+        """
+        answer = self.answers.get(timeout=PATIENCE_SECONDS)
+        if isinstance(answer, SyncError):
+            raise answer
 
     def answer(self, peer: int, header: Header, body: np.ndarray) -> None:
         if header.tensor == ECHO:
@@ -64,16 +75,16 @@ class Frames:
 
     def round_trip(self, body: np.ndarray) -> None:
         self.send(body, ECHO)
-        self.answers.get()
+        self.wait()
 
     def deliver(self, body: np.ndarray) -> None:
         self.send(body, ACKNOWLEDGE)
-        self.answers.get()
+        self.wait()
 
     def burst(self, body: np.ndarray) -> None:
         for partition in range(BURST):
             self.send(body, COUNT, partition)
-        self.answers.get()
+        self.wait()
 
 
 class Bare:
@@ -154,7 +165,7 @@ def measure(end: Frames | Bare) -> list[Row]:
 def run() -> list[Row]:
     processes = multiprocessing.get_context("spawn")
     pipe, theirs = processes.Pipe()
-    other = processes.Process(target=peer, args=(theirs,))
+    other = processes.Process(target=peer, args=(theirs,), daemon=True)
     other.start()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -167,7 +178,7 @@ def run() -> list[Row]:
         frames.transport.close()
     with socket.create_connection(("127.0.0.1", pipe.recv())) as sock:
         rows += measure(Bare(sock))
-    other.join()
+    other.join(PATIENCE_SECONDS)
     return rows
 
 

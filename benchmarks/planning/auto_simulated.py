@@ -28,6 +28,7 @@ from gradwire import planner
 from gradwire.planner import PlanTable
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.planner.fidelity import RankedCompressor, methods
+from gradwire.planner.options import FIRST_BUCKET_BYTES, for_ranks
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
@@ -76,7 +77,7 @@ def buckets_of(gradients: Sequence[SimulatedGradient]) -> list[list[SimulatedGra
     """Buckets as DDP fills them."""
     found: list[list[SimulatedGradient]] = [[]]
     for grad in gradients:
-        if found[-1] and sum(each.spec.nbytes for each in found[-1]) + grad.spec.nbytes > BUCKET_BYTES:
+        if sum(each.spec.nbytes for each in found[-1]) >= (BUCKET_BYTES if len(found) > 1 else FIRST_BUCKET_BYTES):
             found.append([])
         found[-1].append(grad)
     return found
@@ -100,7 +101,7 @@ def plan_of(
     gradients: Sequence[SimulatedGradient], costs: Costs, allowed: Sequence[RankedCompressor], ranks: int, rate: float
 ) -> PlanTable:
     """The planner's proposal for a job on these links."""
-    known = replace(costs, world_size=ranks, links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
+    known = replace(for_ranks(costs, ranks), links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
     tensors = [
         planner.PlannedTensor(each.name, each.shape, ready=bucket[-1].ready_seconds)
         for bucket in buckets_of(gradients)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from gradwire.bench.job import BenchmarkJob, Segment, TimedSteps
 from gradwire.bench.launch import RanksError, launch
 from gradwire.bench.replay import with_full_names, without_learning
-from gradwire.bench.training import TrainingOptions, run
+from gradwire.bench.training import TrainingOptions, run, segments_of
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
 from gradwire.ddp.momentum import may_have_momentum
@@ -165,10 +165,27 @@ def test_the_deadline_ends_the_run(seconds):
         launch(job, 2)
 
 
-@pytest.mark.parametrize("options", [{"ranks": 1}, {"steps": 0}, {"methods": ()}, {"rates": ()}, {"rates": ("1mbps",)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 1},
+        {"steps": 0},
+        {"methods": ()},
+        {"rates": ()},
+        {"rates": ("1mbps",)},
+        {"methods": ("gcomp",), "replay": True},
+    ],
+)
 def test_options_that_cannot_be_run_are_refused(options):
     with pytest.raises(OptionError):
         run(small(**options))
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_auto_is_timed_with_a_trained_model_where_there_is_one(replay):
+    made = segments_of(small(methods=("ddp-fp32", "auto"), buckets_mb=(4.0, 25.0), replay=replay))
+    tried = {method: [each.bucket_mb for each in made if each.method == method] for method in ("ddp-fp32", "auto")}
+    assert tried == {"ddp-fp32": [4.0, 25.0], "auto": [4.0, 25.0] if replay else [4.0]}
 
 
 def test_the_demo_writes_its_report(tmp_path):
@@ -192,6 +209,15 @@ def test_kernels_are_timed_into_a_file(tmp_path):
     assert measured
     assert all("abs_max" in row["kernel"] for row in measured)
     assert "fraction_of_copy" in (tmp_path / "kernels.csv").read_text()
+
+
+def test_some_of_the_kernels_do_not_replace_the_record_of_all(tmp_path, monkeypatch):
+    from gradwire.cli.app import build_app
+
+    monkeypatch.chdir(tmp_path)
+    answer = CliRunner().invoke(build_app(), ["bench", "kernels", "--size", "1", "--repeats", "1", "--only", "abs_max"])
+    assert answer.exit_code == 0, answer.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_demo_refuses_unknown_methods_before_anything_starts():

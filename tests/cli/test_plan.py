@@ -146,6 +146,9 @@ def test_an_error_of_the_users_model_is_shown_as_theirs(app, costs_file, tmp_pat
 def test_mistakes_get_advice(app, costs_file, tmp_path) -> None:
     with pytest.raises(OptionError, match="Leave --costs out"):
         CliRunner().invoke(app, ["plan", "--costs", str(tmp_path / "none.json")], catch_exceptions=False)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(OptionError, match="cannot be read"):
+        CliRunner().invoke(app, ["plan", "--costs", str(tmp_path / "picture.png")], catch_exceptions=False)
     with pytest.raises(UnknownNameError, match="vgg19"):
         CliRunner().invoke(app, ["plan", "--model", "vgg", "--costs", costs_file], catch_exceptions=False)
     with pytest.raises(OptionError, match="--rate 1gbit"):

@@ -89,6 +89,14 @@ def test_it_serves_one_thing_with_its_own_options():
     assert "--fsync goes with --state." in without_state.output
 
 
+@pytest.mark.parametrize("option", ["--timeout", "--patience", "--stall-timeout"])
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e300"])
+def test_it_takes_seconds_that_a_clock_can_count(option, seconds):
+    result = serve("--parameters", "--workers", "1", "--port", "0", option, seconds)
+    assert result.exit_code == 2
+    assert f"{option} takes seconds from 0 to 1e+09" in " ".join(result.output.replace("│", "").split())
+
+
 def test_it_knows_when_to_write_to_disk(tmp_path):
     result = serve("--workers", "2", "--parameters", "--port", "0", "--state", str(tmp_path), "--fsync", "sometimes")
     assert result.exit_code == 1

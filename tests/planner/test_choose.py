@@ -154,6 +154,20 @@ def test_small_tensors_and_vectors_travel_dense_and_together():
     assert rows["bias"].total + rows["small"].total == pytest.approx(both)
 
 
+def test_velocities_leave_large_dense_tensors_in_as_many_ranges_as_planned():
+    """Nothing is batched then. A tensor that one rank owned whole would pass its link W - 1 times."""
+    job = costs(8, rate=1e9, codecs={"none": codecs()["none"], "threelc": codecs()["bit"]})
+    methods = [RankedCompressor("threelc", ("allgather",))]
+    tensors = [*gradients((9000, 0.0), (9000, 10.0)), PlannedTensor("bias", (1000,))]
+    table = plan(tensors, job, methods, feedback="momentum")
+    without = {row.name: row for row in plan(tensors, job, methods).rows}
+    assert without["w0"].spec == "none" and without["w0"].batched
+    rows = {row.name: row for row in table.rows}
+    assert not any(row.batched for row in table.rows)
+    assert rows["w0"].spec == "none" and rows["w0"].partitions >= 8
+    assert (rows["bias"].strategy, rows["bias"].partitions) == ("scatter_reduce", 1)
+
+
 CAST = [RankedCompressor("fp16", EVERYWHERE), RankedCompressor("bf16", EVERYWHERE)]
 
 

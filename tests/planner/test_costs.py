@@ -127,6 +127,14 @@ def test_a_file_with_strange_entries_is_refused():
         "version 4, and this release of gradwire reads version 3. Make the file again": {"version": 4},
         "has unknown speed (in costs). Correct the file": {"speed": 1},
         "Pass links=": {"links": []},
+        "links must be a list, not 5": {"links": 5},
+        "world_size is a whole number of ranks, not 4.0": {"world_size": 4.0},
+        "a list of pairs, not [[1, 2, 3]] (in none, encode)": {
+            "codecs": {"none": document["codecs"]["none"] | {"encode": {"points": [[1, 2, 3]]}}}
+        },
+        "at least 0, not 'a'": {
+            "codecs": {"none": document["codecs"]["none"] | {"encode": {"points": [["a", 1], [2, 2]]}}}
+        },
         "finite numbers": {"task": -1},
         "lacks seconds_per_byte (in links)": {"links": [{"latency": 1}]},
         "in none, encode": {"codecs": {"none": document["codecs"]["none"] | {"encode": {"fixed": 1}}}},

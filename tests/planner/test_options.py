@@ -1,11 +1,15 @@
 """Tensors as DDP hands them over."""
 
+from dataclasses import replace
+
 import pytest
 
+from gradwire.compressors.base.registry import make
+from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, in_buckets
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.planner.options import options
-from tests.planner.machines import costs
+from gradwire.planner.options import for_ranks, options
+from tests.planner.machines import codecs, costs
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,14 @@ def test_lossless_tensors_share_nothing_with_their_neighbors():
     alone, among = (options(weight, costs(), methods, (1,), neighbors)[-2:] for neighbors in (1, 8))
     assert among[0].route.encode == alone[0].route.encode
     assert among[1].route.encode < alone[1].route.encode
+
+
+@pytest.mark.parametrize("spec", ["thc", "int8shared"])
+@pytest.mark.parametrize("world_size", [4, 32, 1024])
+def test_accumulators_are_as_wide_as_a_sum_over_all_ranks_needs(spec, world_size):
+    measured = costs(4, codecs={"none": codecs()["none"], spec: replace(codecs()["lanes"], squares=False)})
+    found = for_ranks(measured, world_size)
+    compressor, numel = make(spec), 3 << 20
+    needed = compressor.accumulator_size(TensorSpec((numel,))) * compressor.accumulator_dtype(world_size).itemsize
+    assert found.codec(spec).accumulator_bytes(numel) == pytest.approx(needed, rel=1e-3)
+    assert (found.world_size, found.codec("none")) == (world_size, measured.codec("none"))

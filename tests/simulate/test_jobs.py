@@ -89,8 +89,17 @@ def test_large_tensors_of_a_bucket_are_cut_as_ever():
 def test_a_bucket_is_handed_over_with_its_last_gradient():
     tensors = [SimulatedGradient(f"{index}.weight", (1024, 1024), float(index)) for index in range(4)]
     assert names(tensors, Plan("none"), 8 << 20) == [
+        ("0.weight", 1.0),
+        ("1.weight and 1 more", 3.0),
+        ("3.weight", 4.0),
+    ]
+
+
+def test_the_first_bucket_is_full_with_a_mebibyte_as_ddps():
+    tensors = [SimulatedGradient(f"{index}.weight", (1 << 17,), float(index)) for index in range(6)]
+    assert names(tensors, Plan("none"), 25 << 20) == [
         ("0.weight and 1 more", 2.0),
-        ("2.weight and 1 more", 4.0),
+        ("2.weight and 3 more", 6.0),
     ]
 
 
@@ -106,7 +115,7 @@ def test_dense_tensors_of_a_bucket_travel_together():
 @pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
 def test_the_synchronizer_sends_the_same_bytes(strategy, method):
     # Compressed and fused, cut, and dense: matrices in the order of backward, each with its vector.
-    shapes = [(128, 512), (9000,), (64, 256), (9000,), (1024, 256), (100,)]
+    shapes = [(128, 512), (9000,), (64, 256), (9000,), (100,), (1024, 256)]
     tensors = [SimulatedGradient(f"tensor{index}", shape) for index, shape in enumerate(shapes)]
     plan = Plan(method, strategy=strategy)
     simulated = step(SimulatedModel(tensors, bucket_bytes=1 << 30), plan, cluster(4), KNOWN)

@@ -169,6 +169,11 @@ def compressor(method: str) -> Compressor:
     return make(spec)
 
 
+def needs_optimizer(method: str) -> bool:
+    """Whether a method's compressor looks at parameters and at the state of their optimizer."""
+    return not (is_native(method) or is_auto(method) or is_plan(method)) and compressor(method).needs_optimizer
+
+
 def strategy(method: str) -> str | None:
     """The strategy of ``NAME@STRATEGY``, or None if the plan decides."""
     import gradwire.aggregator.strategy  # noqa: F401  # registers itself

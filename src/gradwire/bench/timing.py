@@ -55,7 +55,8 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     settled = training.connection.settle(training.step, restart=rate != segment.train_rate or not segment.train_steps)
     dist.barrier()
     counters = interface_counters() if rank.job.shaped else None
-    costs, seconds = training.connection.costs(training.steps), []
+    costs = training.connection.costs(training.steps)
+    seconds: list[float] = []
     processor = time.process_time()
     steps = segment.min_timed
     while len(seconds) < steps:

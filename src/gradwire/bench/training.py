@@ -88,6 +88,12 @@ class TrainingOptions:
         for name, number, least in limits:
             if number < least:
                 raise OptionError(f"The number of {name} must be at least {least}, got {number}.")
+        for method in self.methods if self.replay else ():
+            if methods.needs_optimizer(method):
+                raise OptionError(
+                    f"{method} cuts gradients by parameters and learning rate, which are 0 in a replay. Time it "
+                    "without --replay."
+                )
         if min(self.buckets_mb) <= 0:
             raise OptionError(f"A bucket cannot have {min(self.buckets_mb):g} MB. Give sizes above 0.")
 

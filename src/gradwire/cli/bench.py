@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradwire.bench.training import TrainingOptions
 
 RESULTS = Path("benchmarks/results")
+_RECORD = "File of the figures. Default: the record in benchmarks/results, or none with --only."
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +61,7 @@ class TrainingTiming:
 class TrainingOutput:
     """Output."""
 
-    csv: Annotated[Path | None, out_file(help="File of the figures. Default: in benchmarks/results.")] = None
+    csv: Annotated[Path | None, out_file(help="File of the figures. Default: none.")] = None
     out: Annotated[Path | None, out_folder(help="Folder for a report with plots.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False
 
@@ -76,8 +77,8 @@ def training(job: TrainingJob, timing: TrainingTiming, output: TrainingOutput) -
     from gradwire.bench.records import check_record, write_csv
     from gradwire.bench.training import TrainingOptions
 
-    path = output.csv or RESULTS / f"{'replay' if timing.replay else 'training'}-{job.workload}.csv"
-    check_record(path)
+    if output.csv is not None:
+        check_record(output.csv)
     if output.out is not None:
         from gradwire.bench.extras import need
 
@@ -96,7 +97,8 @@ def training(job: TrainingJob, timing: TrainingTiming, output: TrainingOutput) -
         replay=timing.replay,
     )
     result = run_with_bars(options)
-    write_csv(result, path)
+    if output.csv is not None:
+        write_csv(result, output.csv)
     if output.out is not None:
         from gradwire.bench.report import write_report
 
@@ -105,14 +107,15 @@ def training(job: TrainingJob, timing: TrainingTiming, output: TrainingOutput) -
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
         show(result)
-        typer.echo(f"Figures: {path.resolve()}")
+        if output.csv is not None:
+            typer.echo(f"Figures: {output.csv.resolve()}")
 
 
 def kernels(
     size: Annotated[int, typer.Option(min=1, help="Size of the gradient in MB. Below 256 it may fit the cache.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs per kernel.")] = 7,
     only: Annotated[str | None, typer.Option(help="Time only kernels whose names contain this.")] = None,
-    csv: Annotated[Path, out_file(help="File of the figures.")] = RESULTS / "kernels.csv",
+    csv: Annotated[Path | None, out_file(help=_RECORD)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Time every CPU kernel on one thread, next to a copy of the same memory.
@@ -122,8 +125,10 @@ def kernels(
     from gradwire.bench.kernels import run
     from gradwire.bench.records import check_record
 
-    check_record(csv)
-    _report(run(size_mb=size, repeats=repeats, only=only), csv, as_json)
+    path = csv or (RESULTS / "kernels.csv" if only is None else None)
+    if path is not None:
+        check_record(path)
+    _report(run(size_mb=size, repeats=repeats, only=only), path, as_json)
 
 
 def compressors(
@@ -131,7 +136,7 @@ def compressors(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs per call.")] = 7,
     only: Annotated[str | None, typer.Option(help="Time only compressors whose names contain this.")] = None,
     first_use: Annotated[bool, typer.Option("--first-use", help="Time first calls in new processes instead.")] = False,
-    csv: Annotated[Path | None, out_file(help="File of the figures. Default: in benchmarks/results.")] = None,
+    csv: Annotated[Path | None, out_file(help=_RECORD)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Time encoding and decoding with every compressor on one thread, next to a copy and to plain torch.
@@ -146,19 +151,21 @@ def compressors(
         return
     from gradwire.bench.records import check_record
 
-    path = csv or RESULTS / "compressors.csv"
-    check_record(path)
+    path = csv or (RESULTS / "compressors.csv" if only is None else None)
+    if path is not None:
+        check_record(path)
     _report(run(size_mb=size, repeats=repeats, only=only), path, as_json)
 
 
-def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
-    """Write rows to a file and print them."""
+def _report(rows: list[KernelTiming], csv: Path | None, as_json: bool) -> None:
+    """Write rows to a file, if one is given, and print them."""
     from dataclasses import asdict
 
     from gradwire.bench.environment import environment
     from gradwire.bench.records import write_kernels_csv
 
-    write_kernels_csv(rows, csv)
+    if csv is not None:
+        write_kernels_csv(rows, csv)
     if as_json:
         data = {"environment": environment(), "kernels": [asdict(row) for row in rows]}
         typer.echo(json.dumps(data, indent=2))
@@ -168,7 +175,8 @@ def _report(rows: list[KernelTiming], csv: Path, as_json: bool) -> None:
         from gradwire.bench.table import kernel_table
 
         Console().print(kernel_table(rows))
-        typer.echo(f"Figures: {csv.resolve()}")
+        if csv is not None:
+            typer.echo(f"Figures: {csv.resolve()}")
 
 
 def run_with_bars(options: TrainingOptions) -> TrainingResult:

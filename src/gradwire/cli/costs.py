@@ -37,7 +37,11 @@ def costs_of(path: Path | None, specs: Iterable[str], measure: bool = False) -> 
                 f"There is no file of costs {str(path)!r}. Leave --costs out to use this machine's, or write the file "
                 f"with gradwire simulate --costs {path} --measure."
             )
-        return Costs.from_json(path.read_text())
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"The file of costs {str(path)!r} cannot be read: {error}.") from error
+        return Costs.from_json(text)
     wanted = list(dict.fromkeys(["none", *specs]))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with progress(console) as bar:

@@ -104,19 +104,17 @@ def _timeline(model: str, duration: float | None) -> Timeline:
 def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str, ranks_per_node: int = 1) -> Costs:
     """Return the costs with the described network, or without one with the measured network."""
     from gradwire.planner.costs import LinkCosts
+    from gradwire.planner.options import for_ranks
 
     measured = costs.slowest.seconds_per_byte > 0
     if rate is None and measured:
-        world_size = ranks or costs.world_size
-        links = costs.links if world_size == costs.world_size else (costs.slowest,)
-        return replace(costs, world_size=world_size, links=links)
+        return for_ranks(costs, ranks or costs.world_size)
     # The framework's all-reduce was measured on another link. It is assumed to use this one fully.
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
     link = LinkCosts(seconds(latency), 8 * ranks_per_node / _bits(rate))
     within = None if ranks_per_node == 1 else LinkCosts(*WITHIN_NODES)
-    return replace(
-        costs, world_size=world_size, links=(link,), native=None, ranks_per_node=ranks_per_node, within=within
-    )
+    known = for_ranks(costs, world_size)
+    return replace(known, links=(link,), native=None, ranks_per_node=ranks_per_node, within=within)
 
 
 def _bits(rate: str | None) -> float:

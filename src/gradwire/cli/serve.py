@@ -11,6 +11,8 @@ import typer
 
 from gradwire.net.liveness import STALL_TIMEOUT
 
+_MAX_SECONDS = 1e9  # about 30 years; clocks of operating systems take no more than ten times as much
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -121,6 +123,9 @@ def serve(
         raise typer.BadParameter("--fsync goes with --state.")
     if aggregate and (state or optimizer):
         raise typer.BadParameter("--state and --optimizer go with --parameters.")
+    for name, seconds in (("timeout", timeout), ("patience", patience), ("stall-timeout", stall_timeout)):
+        if not 0 <= seconds <= _MAX_SECONDS:
+            raise typer.BadParameter(f"--{name} takes seconds from 0 to {_MAX_SECONDS:g}, not {seconds:g}.")
     for module in modules:
         load_module(module)
     for path in optimizer:

@@ -48,6 +48,7 @@ from gradwire.planner.options import (
 )
 from gradwire.planner.schedule import Schedule, ScheduledTensor
 from gradwire.planner.table import PlanRow, PlanTable, limit_of
+from gradwire.sync.plan import WHOLE_ELEMENTS
 from gradwire.sync.plan_entry import is_small
 
 MIN_GAIN = 0.02  # predictions are no more accurate than this
@@ -122,12 +123,19 @@ def plan(
 
 
 def _with_velocities(table: PlanTable, feedback: str) -> PlanTable:
-    """Return the table under momentum correction: what would be batched is fused, since a batch has no velocities."""
-    fused = [
-        replace(row, batched=False, strategy="scatter_reduce", partitions=1) if row.batched else row
-        for row in table.rows
-    ]
-    return replace(table, rows=tuple(fused), feedback=feedback)
+    """Return the table under momentum correction, where nothing is batched, since a batch has no velocities.
+
+    Small tensors are fused in place of it, and large ones travel in as many ranges as their batch would have had.
+    """
+
+    def alone(row: PlanRow) -> PlanRow:
+        if not row.batched:
+            return row
+        if row.numel > WHOLE_ELEMENTS:
+            return replace(row, batched=False)
+        return replace(row, batched=False, strategy="scatter_reduce", partitions=1)
+
+    return replace(table, rows=tuple(map(alone, table.rows)), feedback=feedback)
 
 
 def uniform(

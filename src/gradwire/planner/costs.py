@@ -222,6 +222,13 @@ class CodecCosts:
         )
 
 
+def scaled(cost: Cost, factor: float) -> Cost:
+    """Return a cost that is higher by a factor."""
+    if isinstance(cost, LinearCost):
+        return LinearCost(factor * cost.fixed, factor * cost.slope)
+    return Curve(tuple((x, factor * y) for x, y in cost.points))
+
+
 def _lowered(cost: Cost, seconds: float) -> Cost:
     """Return a cost that is lower by `seconds`, but not below zero."""
     if isinstance(cost, LinearCost):
@@ -263,7 +270,10 @@ class Costs:
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        _expect_numbers("Costs", (self.world_size, self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
+        _expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
+        for name in ("world_size", "ranks_per_node"):
+            if type(getattr(self, name)) is not int:
+                raise OptionError(f"{name} is a whole number of ranks, not {getattr(self, name)!r}.")
         if self.world_size < 1 or len(self.links) not in (1, self.world_size):
             raise OptionError(
                 f"{self.world_size} ranks have one link for all, or one each, not {len(self.links)}. "
@@ -322,6 +332,8 @@ class Costs:
             OptionError: It is another document or version, or has unknown or missing entries.
         """
         found = expect_fields(read_document(text, FORMAT, VERSION), cls, "costs")
+        if not isinstance(found["links"], list):
+            raise OptionError(f"links must be a list, not {found['links']!r}. {_CORRECT}")
         found["links"] = tuple(LinkCosts(**expect_fields(link, LinkCosts, "links")) for link in found["links"])
         for name in ("native", "within"):
             if found.get(name) is not None:
@@ -383,5 +395,7 @@ def _read_codec(document: Any, spec: str) -> CodecCosts:
 def _read_cost(document: Any, where: str) -> Cost:
     if isinstance(document, dict) and "points" in document:
         points = expect_fields(document, Curve, where)["points"]
-        return Curve(tuple((float(x), float(y)) for x, y in points))
+        if not (isinstance(points, list) and all(isinstance(each, list) and len(each) == 2 for each in points)):
+            raise OptionError(f"points must be a list of pairs, not {points!r} (in {where}). {_CORRECT}")
+        return Curve(tuple((x, y) for x, y in points))
     return LinearCost(**expect_fields(document, LinearCost, where))

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import SummableCompressor
-from gradwire.compressors.base.registry import compressor_of
+from gradwire.compressors.base.registry import compressor_of, names
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost
+from gradwire.planner.costs import CodecCosts, Costs, LinearCost, scaled
 from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
@@ -24,6 +24,7 @@ from gradwire.sync.strategies import STRATEGIES
 FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Batches of one range per rank that are tried."""
+_USUAL = TensorSpec((1 << 20,))  # by which accumulators are scaled
 _EXACT = {method.spec for method in LEVELS["exact"]}  # never fused
 
 
@@ -186,6 +187,29 @@ def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
         itemsize = compressor.accumulator_dtype(costs.world_size).itemsize
         accumulator_bytes = LinearCost(itemsize * compressor.accumulator_size(shape), 0.0)
     return replace(codec, payload_bytes=payload_bytes, stats_bytes=stats_bytes, accumulator_bytes=accumulator_bytes)
+
+
+def for_ranks(costs: Costs, world_size: int) -> Costs:
+    """Return the costs of a job of another size. Accumulators become as wide as sums over so many ranks need.
+
+    Args:
+        costs: Costs, measured with any number of ranks. If ranks have links of their own, the slowest is kept.
+        world_size: Number of ranks.
+    """
+    codecs = {spec: _summing(spec, codec, world_size) for spec, codec in costs.codecs.items()}
+    links = costs.links if world_size == costs.world_size else (costs.slowest,)
+    return replace(costs, world_size=world_size, links=links, codecs=codecs)
+
+
+def _summing(spec: str, codec: CodecCosts, world_size: int) -> CodecCosts:
+    """Return the costs of a codec with accumulators for `world_size` ranks."""
+    if codec.accumulator_bytes is None or spec.partition(":")[0] not in names():
+        return codec
+    compressor = compressor_of(spec)
+    assert isinstance(compressor, SummableCompressor), "it was measured as one"
+    nbytes = compressor.accumulator_dtype(world_size).itemsize * compressor.accumulator_size(_USUAL)
+    measured = codec.accumulator_bytes(_USUAL.numel) or nbytes
+    return replace(codec, accumulator_bytes=scaled(codec.accumulator_bytes, nbytes / measured))
 
 
 def unbeaten(found: Sequence[Option]) -> list[int]:

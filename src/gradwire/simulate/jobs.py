@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gradwire.compressors.base.registry import make
 from gradwire.planner.costs import Costs
+from gradwire.planner.options import FIRST_BUCKET_BYTES
 from gradwire.simulate.assemble import SimulatedJob
 from gradwire.simulate.cluster import Cluster
 from gradwire.simulate.graphs import FusionMember
@@ -85,12 +86,12 @@ def _on_nodes(entry: PlanEntry, cluster: Cluster) -> PlanEntry:
 
 def _buckets(entries: Iterable[_Entry], bucket_bytes: float | None) -> Iterator[list[_Entry]]:
     bucket: list[_Entry] = []
-    nbytes = 0
+    nbytes, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes or 0)
     for each in entries:
-        if bucket and (bucket_bytes is None or nbytes + each.gradient.spec.nbytes > bucket_bytes):
-            yield bucket
-            bucket, nbytes = [], 0
         bucket.append(each)
         nbytes += each.gradient.spec.nbytes
+        if nbytes >= limit:
+            yield bucket
+            bucket, nbytes, limit = [], 0, bucket_bytes or 0
     if bucket:
         yield bucket

@@ -74,7 +74,7 @@ def _read(path: Path, stamp: str) -> Costs | None:
     """Costs in the file, if they were measured on this machine with these kernels."""
     try:
         known = Costs.from_json(path.read_text())
-    except (OSError, OptionError):
+    except (OSError, UnicodeDecodeError, OptionError):
         return None
     return known if known.made_by == stamp else None
 
