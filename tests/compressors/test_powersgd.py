@@ -82,7 +82,7 @@ def test_updates_are_those_of_the_paper_and_the_same_bits_on_all_ranks(
         return found if found.shape[0] <= found.shape[1] else found.T
 
     grads = [[matrix(gradient(rank, step, dims)) for rank in range(world_size)] for step in range(8)]
-    start = PowerSGD(2)._start(Context("w", step=1, world_size=world_size), grads[0][0].shape[1])
+    start = PowerSGD(2).start(Context("w", step=1, world_size=world_size), grads[0][0].shape[1])
     for mean, update in zip(by_rank[0], published(start.T, grads), strict=True):
         assert np.abs(matrix(mean) - update).max() < 2e-4 * np.abs(update).max()
 
@@ -246,10 +246,10 @@ def test_another_rank_goes_on_from_the_columns_that_are_there() -> None:
     rows = torch.arange(1.0, 101.0)  # two rows of Q of 50
     ctx = Context("w", state=rows.numpy())
     unit = (rows.view(2, 50) / rows.view(2, 50).norm(dim=1, keepdim=True)).numpy()
-    assert np.allclose(PowerSGD(1)._start(ctx, 50), unit[:1])
-    longer = PowerSGD(3)._start(ctx, 50)
+    assert np.allclose(PowerSGD(1).start(ctx, 50), unit[:1])
+    longer = PowerSGD(3).start(ctx, 50)
     assert np.allclose(longer[:2], unit) and np.allclose(np.linalg.norm(longer, axis=1), 1)
-    assert np.array_equal(PowerSGD(3)._start(ctx, 49), PowerSGD(3)._start(Context("w"), 49))
+    assert np.array_equal(PowerSGD(3).start(ctx, 49), PowerSGD(3).start(Context("w"), 49))
 
 
 def test_a_basis_is_orthonormal_and_dependent_rows_are_dropped() -> None:

@@ -43,7 +43,8 @@ from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
 _MAX = float(np.finfo(np.float32).max)
-_NO_CARRY = _MAX * 2.0**-26  # less than half a unit in the last place of the largest float: adding it changes nothing
+EXACT_TO = _MAX * 2.0**-26
+"""Less than half a unit in the last place of the largest float: adding it to a finite float gives a finite one."""
 
 
 @register
@@ -69,11 +70,11 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def contraction(self, spec: TensorSpec) -> float | None:
         """1 for a tensor that is sent whole; otherwise None, since it depends on the matrix."""
-        return None if self._is_cut(spec) else 1.0
+        return None if self.is_cut(spec) else 1.0
 
     def max_encoded_bytes(self, spec: TensorSpec) -> int:
         """Size of both factors, or of the elements."""
-        return 4 * self.rank * sum(_matrix_sides(spec)) if self._is_cut(spec) else 4 * spec.numel
+        return 4 * self.rank * sum(_matrix_sides(spec)) if self.is_cut(spec) else 4 * spec.numel
 
     # -- preliminary round -----------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
         """The shorter factor, if the tensor is cut to a rank."""
-        return [(self.rank * min(_matrix_sides(spec)) if self._is_cut(spec) else 0, "sum")]
+        return [(self.rank * min(_matrix_sides(spec)) if self.is_cut(spec) else 0, "sum")]
 
     def finish_stats(self, reduced: Sequence[np.ndarray], spec: TensorSpec) -> Sequence[np.ndarray]:
         """P̂ᵀ from the reduced Pᵀ."""
@@ -106,7 +107,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         stats, residual_out = args.stats, args.residual_out
         if not all(np.isfinite(entry).all() for entry in stats):
             return None
-        if not self._is_cut(ctx.spec):
+        if not self.is_cut(ctx.spec):
             if args.abs_max is None and kernels.count_nonfinite(x):
                 return None
             body = np.empty(4 * x.size, np.uint8)
@@ -122,7 +123,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         if residual_out is not None:
             start_residual(x, residual_out)
             largest = _expand(p, q, ctx.spec, residual_out, -1.0)
-            if largest > _NO_CARRY and kernels.count_nonfinite(residual_out):
+            if largest > EXACT_TO and kernels.count_nonfinite(residual_out):
                 return None  # elements near 3e38: all ranks skip the step, and nothing is lost
         return np.concatenate([factor.reshape(-1).view(np.uint8) for factor in ((q,) if stats else (p, q))])
 
@@ -131,11 +132,11 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
     ) -> None:
         assert ctx.spec is not None
         short, _ = _matrix_sides(ctx.spec)
-        num_basis = 0 if stats or not self._is_cut(ctx.spec) else self.rank * short
+        num_basis = 0 if stats or not self.is_cut(ctx.spec) else self.rank * short
         expect_bytes(body, 4 * (num_basis + self.accumulator_size(ctx.spec)), self.name)
         values = Reader(body).array(np.float32, body.nbytes // 4)
         _expect_finite(values)
-        if not self._is_cut(ctx.spec):
+        if not self.is_cut(ctx.spec):
             kernels.accumulate(values, out) if accumulate else np.copyto(out, values)
             return
         p = self._basis(stats, ctx.spec) if stats else values[:num_basis].reshape(self.rank, short)
@@ -149,7 +150,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def accumulator_size(self, spec: TensorSpec) -> int:
         """Size of the longer factor, or of the tensor."""
-        return self.rank * max(_matrix_sides(spec)) if self._is_cut(spec) else spec.numel
+        return self.rank * max(_matrix_sides(spec)) if self.is_cut(spec) else spec.numel
 
     def accumulate(self, payload: Payload, ctx: Context, accumulator: np.ndarray) -> None:
         """Add the values of a payload that was encoded with a shared P̂."""
@@ -165,7 +166,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         ctx = self._with_shape(ctx, out)
         assert ctx.spec is not None
         accumulator = _cut_to_finite(accumulator)
-        if self._is_cut(ctx.spec):
+        if self.is_cut(ctx.spec):
             _expand(self._basis(stats, ctx.spec), accumulator.reshape(self.rank, -1), ctx.spec, as_array(out), 0.0)
         else:
             np.copyto(as_array(out), accumulator)
@@ -173,11 +174,11 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     def next_state(self, source: np.ndarray, ctx: Context) -> np.ndarray | None:
         """The summed Q."""
-        return _cut_to_finite(source) if ctx.spec is not None and self._is_cut(ctx.spec) else None
+        return _cut_to_finite(source) if ctx.spec is not None and self.is_cut(ctx.spec) else None
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
-    def _is_cut(self, spec: TensorSpec) -> bool:
+    def is_cut(self, spec: TensorSpec) -> bool:
         """Whether the factors take fewer bytes than the matrix."""
         return self.rank * sum(_matrix_sides(spec)) < spec.numel
 
@@ -185,9 +186,9 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
         """Pᵀ, scaled, and divided by √B lest it overflow: float32[r, A]."""
         assert ctx.spec is not None
         long = max(_matrix_sides(ctx.spec))
-        return _product(x, self._start(ctx, long, scale / long**0.5), ctx.spec, long=False)
+        return _product(x, self.start(ctx, long, scale / long**0.5), ctx.spec, long=False)
 
-    def _start(self, ctx: Context, long: int, scale: float = 1.0) -> np.ndarray:
+    def start(self, ctx: Context, long: int, scale: float = 1.0) -> np.ndarray:
         """Qᵀ of the previous step with rows of length `scale`, or random rows without one: float32[r, B]."""
         rows = np.zeros((self.rank, long), np.float32)
         state = ctx.state
@@ -222,7 +223,7 @@ def orthonormal(rows: np.ndarray) -> np.ndarray:
 
 def _product(x: np.ndarray, factor: np.ndarray, spec: TensorSpec, long: bool) -> np.ndarray:
     """Mᵀ times the shorter factor, which gives the longer (`long`), or M times the longer one: float32[r, A or B]."""
-    rows, columns = _matrix(spec)
+    rows, columns = matrix(spec)
     found = np.empty((len(factor), max(rows, columns) if long else min(rows, columns)), np.float32)
     product = kernels.column_products if (rows <= columns) == long else kernels.row_products
     product(x, factor.reshape(-1), len(factor), found.reshape(-1))
@@ -235,7 +236,7 @@ def _longer_factor(x: np.ndarray, p: np.ndarray, spec: TensorSpec, scale: float)
     if kernels.count_nonfinite(q.reshape(-1)):
         if kernels.count_nonfinite(x):
             return None
-        wide = x.reshape(_matrix(spec))  # a sum of finite elements is beyond float32
+        wide = x.reshape(matrix(spec))  # a sum of finite elements is beyond float32
         exact = p.astype(np.float64) @ (wide if wide.shape[0] == p.shape[1] else wide.T)
         q = np.clip(exact, -_MAX, _MAX).astype(np.float32)
     if scale != 1:
@@ -248,7 +249,7 @@ def _expand(p: np.ndarray, q: np.ndarray, spec: TensorSpec, out: np.ndarray, sca
 
     Returns a bound of the magnitudes in P̂ Qᵀ.
     """
-    rows, columns = _matrix(spec)
+    rows, columns = matrix(spec)
     left, right = (p, q) if rows <= columns else (q, p)
     bound = len(p) * float(kernels.abs_max(p.reshape(-1))) * float(kernels.abs_max(q.reshape(-1)))
     if bound <= _MAX / 2:
@@ -274,7 +275,7 @@ def _expect_finite(values: np.ndarray) -> None:
     expect(kernels.count_nonfinite(values) == 0, "finite values", "others", PowerSGD.name)
 
 
-def _matrix(spec: TensorSpec) -> tuple[int, int]:
+def matrix(spec: TensorSpec) -> tuple[int, int]:
     """Rows and columns of a tensor as a matrix: its first dimension, and all others."""
     rows = spec.shape[0] if len(spec.shape) > 1 else 1
     return rows, spec.numel // max(1, rows)
@@ -282,7 +283,7 @@ def _matrix(spec: TensorSpec) -> tuple[int, int]:
 
 def _matrix_sides(spec: TensorSpec) -> tuple[int, int]:
     """Shorter and longer side of the matrix."""
-    rows, columns = _matrix(spec)
+    rows, columns = matrix(spec)
     return min(rows, columns), max(rows, columns)
 
 

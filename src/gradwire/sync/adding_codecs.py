@@ -33,7 +33,10 @@ class AccumulatorCodec(PayloadCodec):
         self._summable: SummableCompressor = self.compressor
 
     def encode_and_merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
-        own = self.start(chunk)
+        return self.add_up(chunk, self.start(chunk), payloads, stage)
+
+    def add_up(self, chunk: Chunk, own: Payload, payloads: Sequence[Payload], stage: int) -> Payload:
+        """Add received chunks to this rank's payload. The sum leaves a stage."""
         received = [payload for payload in payloads if payload.used]
         if not own.used and not received:
             return UNUSED

@@ -32,6 +32,7 @@ from gradwire.sync.codec import PayloadCodec
 from gradwire.sync.fusion import FusionGroup
 from gradwire.sync.fusion_codec import FusionCodec
 from gradwire.sync.job import TensorJob
+from gradwire.sync.low_rank_codec import LowRankCodec
 from gradwire.sync.runtime import Runtime
 from gradwire.wire.payload import Payload
 
@@ -226,7 +227,9 @@ def codec_of(job: TensorJob | FusionGroup, runtime: Runtime) -> PayloadCodec | F
     if isinstance(job, TensorJob):
         return make_codec(job, *constants)
     compiled = BatchCodec.compiled_of(job)
-    return FusionCodec(job, *constants) if compiled is None else BatchCodec(job, *constants, compiled)
+    if compiled is not None:
+        return BatchCodec(job, *constants, compiled)
+    return LowRankCodec(job, *constants) if LowRankCodec.suits(job) else FusionCodec(job, *constants)
 
 
 def _payload(layout: ChunkLayout, body: np.ndarray) -> Payload:

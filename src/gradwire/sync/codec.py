@@ -244,6 +244,10 @@ class PayloadCodec:
             start += length
         self._stats[chunk.index] = self.compressor.finish_stats(reduced, spec)
 
+    def set_stats(self, chunk: Chunk, stats: Sequence[np.ndarray]) -> None:
+        """Set the result of `reduce_stats`, where it was computed for several tensors at once."""
+        self._stats[chunk.index] = stats
+
     # -- dense within a node ---------------------------------------------------------------------------------
 
     def encode_dense(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
@@ -315,6 +319,10 @@ class PayloadCodec:
             share = view.error_share(stage > self.first_stage, self.num_encoders)
             contexts = [replace(context, aux=aux, error_share=share) for context in contexts]
         return contexts
+
+    def context(self, chunk: Chunk) -> Context:
+        """Context of this rank's encode of a chunk."""
+        return self._context(chunk, self.first_stage)
 
     def _context(self, chunk: Chunk, stage: int, rank: int | None = None) -> Context:
         return Context(

@@ -19,7 +19,7 @@ from gradwire.sync.fusion import FusionGroup
 from gradwire.sync.job import TensorJob
 from gradwire.wire.payload import Payload
 
-_USED, _NONFINITE = 1 << 31, 1 << 30
+USED, _NONFINITE = 1 << 31, 1 << 30
 _LENGTH = _NONFINITE - 1
 
 
@@ -123,7 +123,7 @@ class FusionCodec:
 def join(payloads: Iterable[Payload]) -> Payload:
     """Return one payload for many tensors."""
     payloads = list(payloads)
-    marks = [each.body.nbytes | _USED * each.used | _NONFINITE * each.nonfinite for each in payloads]
+    marks = [each.body.nbytes | USED * each.used | _NONFINITE * each.nonfinite for each in payloads]
     body = np.concatenate([np.array(marks, "<u4").view(np.uint8), *(each.body for each in payloads)])
     return Payload(body, any(each.nonfinite for each in payloads), any(each.used for each in payloads))
 
@@ -144,11 +144,11 @@ def split(payload: Payload, max_bytes: Sequence[int]) -> list[Payload]:
             f"Expected payloads of {body.nbytes - table_bytes} bytes together and of at most {max(max_bytes)} each, "
             f"got lengths of {lengths.sum()} together and of at most {lengths.max()}."
         )
-    if ((marks != 0) & (marks & _USED == 0)).any():
+    if ((marks != 0) & (marks & USED == 0)).any():
         raise PayloadError("Expected no bytes of unused tensors, got some.")
     found, start = [], table_bytes
     for mark, length in zip(marks.tolist(), lengths.tolist()):
         piece = body[start : start + length] if length else EMPTY
-        found.append(Payload(piece, bool(mark & _NONFINITE), bool(mark & _USED), payload.sender))
+        found.append(Payload(piece, bool(mark & _NONFINITE), bool(mark & USED), payload.sender))
         start += length
     return found

@@ -26,11 +26,14 @@ from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused
 from gradwire.sync.job import TensorJob, TensorLayout
+from gradwire.sync.low_rank_codec import LowRankCodec
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.sparse_codec import SparseCodec
 from gradwire.sync.strategies import STRATEGIES
 
 NUM_ELEMENTS = 4608  # whole blocks of 1,024, and a part of one: some codecs have a kernel for each
+
+_SHAPE = 64, NUM_ELEMENTS // 64
 
 
 def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 2) -> None:
@@ -61,7 +64,7 @@ def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
 
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     compressor = entry.compressor
-    shape = (64, NUM_ELEMENTS // 64) if compressor.requires_full_tensor else (NUM_ELEMENTS,)
+    shape = _SHAPE if compressor.requires_full_tensor else (NUM_ELEMENTS,)
     spec = TensorSpec(shape, dtype)
     aux = _aux(spec) if compressor.needs_optimizer else {}
     context = Context("warm up", world_size=world_size, spec=spec, aux=aux)
@@ -115,7 +118,7 @@ def _warm_up_sums(entry: PlanEntry, dtype: torch.dtype) -> None:
 
 
 def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
-    members = [TensorLayout(name, index, entry, dtype, NUM_ELEMENTS) for index, name in enumerate("ab")]
+    members = [TensorLayout(name, index, entry, dtype, NUM_ELEMENTS, shape=_SHAPE) for index, name in enumerate("ab")]
     values = [torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype) for _ in members]
     group = FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
     compiled = BatchCodec.compiled_of(group)
@@ -123,3 +126,8 @@ def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> Non
         codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled)
         (chunk,) = group.layout.chunks(1)
         codec.decode(chunk, [codec.merge(chunk, [codec.start(chunk)], 1)], 1)
+    elif LowRankCodec.suits(group):
+        low_rank = LowRankCodec(group, Residuals(), 0, world_size, 0)
+        (chunk,) = group.layout.chunks(1)
+        low_rank.reduce_stats(group.layout.whole, [low_rank.stats(group.layout.whole)])
+        low_rank.decode(chunk, [low_rank.encode_and_merge(chunk, [], 1)], 1)
