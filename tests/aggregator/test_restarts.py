@@ -17,6 +17,7 @@ import pytest
 from gradwire.aggregator.client import AggregationClient
 from gradwire.core.errors import SyncError
 from tests.aggregator.aggregation_job import WAIT, check_round, serve_process, submit_all
+from tests.aggregator.lost_results import lose_results_and_server
 from tests.parameter_server.processes import Process
 from tests.schedules import jobs
 
@@ -138,6 +139,31 @@ def test_a_result_that_only_one_worker_has_is_made_again_after_a_restart_whoever
     second.end()
     for relay in relays:
         relay.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_that_has_all_results_is_asked_over_udp_for_what_another_lacks(job, first):
+    """It sends no datagram of its own, so the server does not know where its datagrams go."""
+    options = {"workers": 2, "udp": True}
+    servers = [Process(serve_process, 0, options)]
+    port = servers[0].hear("port")
+
+    def restart() -> None:
+        servers[0].end()
+        servers.append(Process(serve_process, port, options))
+        assert servers[1].hear("port") == port
+
+    clients = job.join(("127.0.0.1", port), jobs.config(2))
+    check_round(clients, 0)
+    lacking = lose_results_and_server(clients, 1, first, restart)
+    for stream, (out, future) in enumerate(lacking):
+        future.result(WAIT)
+        assert out.tobytes() == jobs.expected(clients[0].config, 1, stream, slice(None), [0, 1]).tobytes()
+    check_round(clients, 2)
+    for client in clients:
+        client.close()
+    assert servers[1].hear("ended") == ""
+    servers[1].end()
 
 
 def work_process(pipe: Any, port: int) -> None:

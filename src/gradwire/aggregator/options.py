@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from gradwire.aggregator.session import Address
+from gradwire.core.errors import OptionError
 from gradwire.net.server import ServerOptions
 
 
@@ -33,3 +35,32 @@ class AggregationOptions(ServerOptions):
     xdp: str | None = None
     xdp_mode: str = "native"
     guard: str = "siphash"
+
+    def check(self) -> None:
+        """Check that the options go together.
+
+        Raises:
+            OptionError: They do not, or the address of the group is no multicast group.
+        """
+        if self.multicast is not None and not self.udp:
+            raise OptionError("Results can only be multicast as datagrams. Pass udp=True (--udp).")
+        if self.multicast is not None and not _is_group(self.multicast[0]):
+            raise OptionError(f"{self.multicast[0]!r} is no IPv4 multicast group. Pass one of 239.0.0.0/8.")
+        if self.xdp is None:
+            return
+        if not self.udp or self.multicast is not None or self.drop:
+            raise OptionError(
+                "--xdp takes datagrams and answers each worker: pass --udp, and neither --multicast nor --drop."
+            )
+        if ":" in self.host:
+            raise OptionError(
+                f"--xdp adds up packets of IPv4 alone, and {self.host} is an IPv6 address. Pass an IPv4 address to "
+                "--host, or serve without --xdp."
+            )
+
+
+def _is_group(host: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(host).is_multicast
+    except ValueError:
+        return False

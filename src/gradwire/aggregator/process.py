@@ -13,7 +13,6 @@ nothing: workers send it everything that its predecessor has not answered.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import random
 import secrets
@@ -47,7 +46,15 @@ from gradwire.aggregator.xdp.seals import keys
 from gradwire.aggregator.xdp.server import KernelStateMachine, XdpInterface, check_frames, check_waits
 from gradwire.core import threads
 from gradwire.core.counts import Count
-from gradwire.core.errors import DisagreementError, FrameError, GradwireError, OptionError, PeerFailedError, SyncError
+from gradwire.core.errors import (
+    DisagreementError,
+    FrameError,
+    GradwireError,
+    OptionError,
+    PeerFailedError,
+    RightsError,
+    SyncError,
+)
 from gradwire.kernels.blocks import INDEX_CHUNK
 from gradwire.net.datagrams import MAX_PACKET_BYTES, DatagramReceiver, DatagramSender, DatagramSocket
 from gradwire.net.server import Server, away, finished_early, stalled
@@ -88,21 +95,14 @@ class AggregationServer(Server):
         options: How the server runs.
 
     Raises:
-        OptionError: Multicast is asked for without datagrams, or the address is no multicast group.
+        OptionError: The options do not go together.
     """
 
     options: AggregationOptions
 
     def __init__(self, options: AggregationOptions) -> None:
         super().__init__(options)
-        if options.multicast is not None and not options.udp:
-            raise OptionError("Results can only be multicast as datagrams. Pass udp=True (--udp).")
-        if options.multicast is not None and not _is_group(options.multicast[0]):
-            raise OptionError(f"{options.multicast[0]!r} is no IPv4 multicast group. Pass one of 239.0.0.0/8.")
-        if options.xdp is not None and (not options.udp or options.multicast is not None or options.drop):
-            raise OptionError(
-                "--xdp takes datagrams and answers each worker: pass --udp, and neither --multicast nor --drop."
-            )
+        options.check()
         self._datagrams: DatagramSocket | None = None
         self._interface: XdpInterface | None = None
         self._prepared: Layout | None = None  # whose programs are compiled
@@ -171,6 +171,8 @@ class AggregationServer(Server):
                 self._changed.wait(_TURN_SECONDS)
                 self._check_stopped()
                 self._check_session()
+                if self._session is not None and isinstance(self._session.machine, KernelStateMachine):
+                    self._send_over_tcp(self._session.machine.questions())
             self._on_event(f"Packets: {self.counters}")
 
     def _resumable(self) -> bool:
@@ -210,7 +212,7 @@ class AggregationServer(Server):
                 self._send(self._session, self._session.machine.receive(body, time.monotonic(), peer))
         except _EarlierSessionError as error:
             self._endpoint.dismiss(peer, str(error))  # the session does not wait for it
-        except (FrameError, DisagreementError) as error:
+        except (FrameError, DisagreementError, OptionError, RightsError) as error:
             present = self._session is not None and peer in self._session.present
             self._refuse(peer, str(error), present=present)
 
@@ -269,8 +271,7 @@ class AggregationServer(Server):
         guard = self.options.guard if session.kernel is not None else ""
         welcome = AggregatorWelcome(session.machine.epoch, port, self.options.multicast, guard).to_bytes()
         self._endpoint.send(worker, self._header(FrameKind.WELCOME), np.frombuffer(welcome, np.uint8))
-        for _, packet in session.machine.rejoined(worker):  # over TCP, since nothing may have proven its address yet
-            self._endpoint.send(worker, self._header(FrameKind.PACKET), packet)
+        self._send_over_tcp(session.machine.rejoined(worker))  # since nothing may have proven its address yet
 
     def _header(self, kind: FrameKind) -> Header:
         return Header(kind, sender=self.options.workers, epoch=self._epoch)
@@ -346,7 +347,7 @@ class AggregationServer(Server):
             raise self._error
         session, now = self._session, time.monotonic()
         if session is not None and isinstance(session.machine, KernelStateMachine):
-            session.machine.check_strayed(self.options.xdp)
+            session.machine.check(self.options.xdp)
         present = set() if session is None else session.present | session.finished
         lost = [worker for worker in range(self.options.workers) if worker not in present]
         self._check_refused(lost)
@@ -415,12 +416,16 @@ class AggregationServer(Server):
         self._num_replayed += receiver.replayed - replayed
         return packet
 
+    def _send_over_tcp(self, messages: list[PacketToSend]) -> None:
+        header = self._header(FrameKind.PACKET)
+        for worker, packet in messages:
+            self._endpoint.send(worker, header, packet)
+
     def _send(self, session: _Session, messages: list[PacketToSend]) -> None:
         for worker, packet in messages:
             if self._datagrams is None:
-                header = self._header(FrameKind.PACKET)
-                for each in list(session.present) if worker == EVERYONE else [worker]:
-                    self._endpoint.send(each, header, packet)
+                receivers = list(session.present) if worker == EVERYONE else [worker]
+                self._send_over_tcp([PacketToSend(each, packet) for each in receivers])
             elif worker == EVERYONE and session.group is not None and self.options.multicast is not None:
                 self._datagrams.send(packet, self.options.multicast, session.group)
                 session.hashes.add(packet)
@@ -428,14 +433,9 @@ class AggregationServer(Server):
                 for known in session.datagrams.values():
                     if known.validated and worker in (EVERYONE, known.worker):
                         self._datagrams.send(packet, known.address, known.sender)
+                    elif worker == known.worker:  # it may be waiting itself, and send nothing unless it is asked
+                        self._send_over_tcp([PacketToSend(worker, packet)])
 
 
 class _EarlierSessionError(FrameError):
     """A worker of a session that this server has dropped for a later one."""
-
-
-def _is_group(host: str) -> bool:
-    try:
-        return ipaddress.IPv4Address(host).is_multicast
-    except ValueError:
-        return False

@@ -18,8 +18,9 @@ from gradwire.aggregator.xdp.copies import DROP as DROP_COPY
 from gradwire.aggregator.xdp.kernel_slots import KernelSlots
 from gradwire.aggregator.xdp.layout import ANSWER, MARK
 from gradwire.aggregator.xdp.program import DROP, PASS, SEND_BACK
+from gradwire.aggregator.xdp.server import KernelStateMachine
 from gradwire.aggregator.xdp.system import run_in_traffic_control, run_program
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, SyncError
 from gradwire.kernels import reference
 from tests.schedules import campaign
 from tests.schedules.kernel import Sealer, begun, framed, kernel_config, keys_of
@@ -157,6 +158,19 @@ def test_a_result_for_all_is_redirected_to_the_driver_and_one_for_a_worker_is_no
             answers.append([answer for _, _, answer in found])
     assert verdicts == [[SEND_BACK, PASS, PASS], [SEND_BACK, REDIRECTED, PASS]]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.bpf
+def test_an_answer_that_cannot_be_passed_on_is_counted_and_ends_the_job_with_advice():
+    """As with a driver that keeps no metadata: here a packet has so much already that there is no room for more."""
+    slots = slots_for(2)
+    machine = KernelStateMachine(slots.config, EPOCH, slots)
+    assert run_program(slots.program, framed(contribution(0), 0))[0] == SEND_BACK
+    machine.check("eth0")
+    assert run_program(slots.program, framed(contribution(1), 1), metadata=bytes(200))[0] == DROP
+    assert (slots.num_stuck(), slots.counted().taken) == (1, 2)
+    with pytest.raises(SyncError, match=r"lost \(1 so far\), because the driver of eth0 .* with --xdp-mode generic"):
+        machine.check("eth0")
 
 
 @pytest.mark.bpf

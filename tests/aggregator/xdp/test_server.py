@@ -23,9 +23,9 @@ ROUNDS = 5
 ADDED_UP = "The kernel adds up 292 of 302 packets at eth0"  # in 195 packets of 1,024, and 97 of 512 of 16 bits
 
 
-def alone(case: str) -> dict:
+def alone(case: str, *arguments: str) -> dict:
     """Run a case of `alone.py` in a network namespace of its own."""
-    command = ["unshare", "-n", sys.executable, "-m", "tests.aggregator.xdp.alone", case]
+    command = ["unshare", "-n", sys.executable, "-m", "tests.aggregator.xdp.alone", case, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -122,10 +122,50 @@ def test_packets_that_come_another_way_end_the_job_with_advice():
         assert "not through idle, or as fragments. Pass the interface that faces the workers to --xdp" in said
 
 
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_a_worker_whose_sums_the_kernel_cannot_hold_is_refused_and_the_job_goes_on():
+    found = alone("refused")
+    assert len(found["workers"]) == 2
+    for said in found["workers"]:
+        assert "Send fewer tensors through the aggregator, raise the fraction, or serve without --xdp" in said
+    assert "All workers have finished." in found["server"]
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+@pytest.mark.parametrize("first", ["0", "1"])
+def test_a_worker_that_has_all_results_is_asked_after_a_restart_for_what_another_lacks(first):
+    """It sends nothing of its own, so the program does not know where its packets go."""
+    found = alone("restarted", first)
+    assert "The kernel adds up 39 of 41 packets at other" in found["server"]
+    assert "All workers have finished." in found["server"]
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.root
+@pytest.mark.bpf
+def test_answers_that_a_driver_keeps_no_metadata_for_end_the_job_with_advice():
+    found = alone("without_metadata")
+    assert set(found) == {"server", "worker 0", "worker 1"}
+    for said in found.values():
+        assert "the driver of idle keeps no metadata with a packet. Start the server with --xdp-mode generic." in said
+
+
 @pytest.mark.parametrize("options", [{}, {"udp": True, "drop": 0.1}, {"udp": True, "multicast": ("239.71.87.1", 7)}])
 def test_options_that_do_not_go_together(options):
     with pytest.raises(OptionError, match="--xdp takes datagrams and answers each worker: pass --udp"):
         AggregationServer(AggregationOptions(2, port=0, xdp="lo", **options))
+
+
+def test_an_address_of_ipv6_is_refused_before_anything_is_attached():
+    with pytest.raises(OptionError, match=r"IPv4 alone, and ::1 is an IPv6 address\. Pass an IPv4 address to --host"):
+        AggregationServer(AggregationOptions(2, "::1", udp=True, xdp="eth77"))
 
 
 def test_workers_that_do_not_wait_for_all_sums_are_refused_with_advice():

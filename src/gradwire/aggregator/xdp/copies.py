@@ -3,7 +3,7 @@
 It takes up what carries an `ANSWER` in its metadata, which only the XDP program can have put there, and turns the
 packet that completed a sum into its result. Everything else continues to the Python server and to the rest of the
 system. A worker is reached where its last packet came from, at the address with which it has joined; one that has sent
-nothing gets nothing, and asks.
+nothing gets nothing. It asks, or is asked over TCP (`KernelStateMachine.questions`).
 
 Where copies are signed, each is marked for the program that signs it on its way out (`signatures.py`).
 

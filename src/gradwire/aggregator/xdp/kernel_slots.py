@@ -6,8 +6,10 @@ share what was compiled.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import ipaddress
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,11 +43,17 @@ class SlotState(NamedTuple):
         expected_round: Its number.
         is_open: Whether it has not been answered.
         heard: Bitmap of the workers heard in it.
+        num_answered: Number of rounds answered.
     """
 
     expected_round: int
     is_open: bool
     heard: int
+    num_answered: int
+
+    def may_lack(self, worker: int) -> bool:
+        """Return whether the round waits for a worker that an earlier incarnation of the server may have answered."""
+        return self.is_open and not self.num_answered and not self.heard >> worker & 1
 
 
 class KernelSlots:
@@ -79,6 +87,7 @@ class KernelSlots:
         self.layout = prepared if prepared is not None and prepared.covers(own) else own
         self._is_new = True
         self.streams = [_full_packets(config, stream) for stream in range(len(config.streams))]
+        self._ends = list(itertools.accumulate(self.streams))  # slot behind the last of each stream
         num_slots = max(1, sum(self.streams))
         self.session = ArrayMap(programs.SESSION_MAP, layouts.SESSION.size, 1)
         self.workers = ArrayMap(programs.WORKERS_MAP, layouts.WORKER.size, config.world_size)
@@ -134,6 +143,11 @@ class KernelSlots:
         self.workers.write(worker, record)
         self.windows.write(worker, bytes(layouts.WINDOW.size))
 
+    def reaches(self, worker: int) -> bool:
+        """Return whether a packet of a worker has come since it joined: the programs send where it came from."""
+        (interface,) = struct.unpack_from("<I", self.workers.read(worker), layouts.INTERFACE_AT)
+        return bool(interface)
+
     def send_through(self, interface: int) -> None:
         """Let the driver of the interface with this index send the copies of results, if it is to broadcast them."""
         for key in range(self._devices.num_values if self.layout.broadcast else 0):
@@ -141,7 +155,12 @@ class KernelSlots:
 
     def counted(self) -> PacketCounters:
         """Return what has happened to the packets that the program has processed."""
-        return PacketCounters(**{each.name.lower(): total for each, total in zip(Counter, self.counters.totals())})
+        totals = self.counters.totals()
+        return PacketCounters(**{each.name.lower(): totals[each] for each in Counter if each is not Counter.STUCK})
+
+    def num_stuck(self) -> int:
+        """Return how many answers the program could not pass on, because the driver keeps no metadata for it."""
+        return self.counters.totals()[Counter.STUCK]
 
     def result(self, slot: int, buffer: int) -> bytes:
         """Return a result as it is kept, not signed."""
@@ -150,19 +169,25 @@ class KernelSlots:
         start = layout.buffers + buffer * layout.buffer_bytes + 8
         return self.slots.read(slot)[start : start + layout.result_bytes(width)]
 
+    def times(self) -> np.ndarray:
+        """Return when the open rounds began, in ns of the monotonic clock, or 0 for a slot without one: uint64[slots].
+
+        It is a copy: the kernel goes on writing.
+        """
+        return self.began.view.view(np.uint64)[:, 0].copy()
+
     def state(self, slot: int) -> SlotState:
         """Return what a slot says of its current round."""
         value, layout = self.slots.read(slot), self.layout
         expected, is_open, heard = struct.unpack_from("<QQQ", value, layout.EXPECTED)
-        return SlotState(expected - 1, bool(is_open), heard)
+        (num_answered,) = struct.unpack_from("<Q", value, layout.ANSWERED)
+        return SlotState(expected - 1, bool(is_open), heard, num_answered)
 
     def place(self, slot: int) -> tuple[int, int]:
         """Return the stream and the packet of a slot."""
-        for stream, count in enumerate(self.streams):
-            if slot < count:
-                return stream, slot
-            slot -= count
-        raise IndexError("there is no such slot")
+        ends = self._ends
+        stream = bisect.bisect_right(ends, slot)
+        return stream, slot - ends[stream] + self.streams[stream]
 
     def close(self) -> None:
         """Give everything back to the kernel. Idempotent."""

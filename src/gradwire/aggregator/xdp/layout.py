@@ -45,7 +45,7 @@ slot, buffer, kind of packet for the sender, and whether there is something to s
 
 
 class Counter(IntEnum):
-    """Counters of a program, in the words of `PacketCounters`."""
+    """Counters of a program, in the words of `PacketCounters`, and answers that it could not pass on."""
 
     SENT = 0
     SENT_AGAIN = 1
@@ -58,6 +58,7 @@ class Counter(IntEnum):
     DUPLICATES = 8
     LATE = 9
     TAKEN = 10
+    STUCK = 11
 
 
 @dataclass(frozen=True)

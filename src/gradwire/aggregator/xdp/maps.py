@@ -46,11 +46,13 @@ class ArrayMap(Descriptor):
     def __init__(self, name: str, value_bytes: int, num_values: int, *, locked: bool = False) -> None:
         self.name, self.value_bytes, self.num_values, self.locked = name, value_bytes, num_values, locked
         types = _lock_types(value_bytes) if locked else None
-        attribute = struct.pack(
-            "<IIIIIII16sIIII", self.kind, 4, value_bytes, num_values, self.flags, 0, 0, name.encode(), 0,
-            types.number if types else 0, 1 if types else 0, 3 if types else 0,
-        )  # fmt: skip
         try:
+            if num_values >> 32:
+                raise BpfError(errno.E2BIG, os.strerror(errno.E2BIG))
+            attribute = struct.pack(
+                "<IIIIIII16sIIII", self.kind, 4, value_bytes, num_values, self.flags, 0, 0, name.encode(), 0,
+                types.number if types else 0, 1 if types else 0, 3 if types else 0,
+            )  # fmt: skip
             super().__init__(bpf(Command.MAP_CREATE, attribute)[0])
         except BpfError as error:
             if error.errno == errno.EPERM:

@@ -240,7 +240,7 @@ class _Program:
                 code.leave(SEND_BACK)
         code.leave(DROP)
         code.place(pass_on)
-        self._pass_on(decision, slot)
+        self._pass_on(decision, slot, memory.counters)
 
     def _resize(self, change: int, body_bytes: int, otherwise: str) -> Register:
         """Change the length of the frame, and return its new pointer."""
@@ -254,11 +254,11 @@ class _Program:
             code.leave(DROP)
         return frame
 
-    def _pass_on(self, decision: SlotAnswer, slot: Register) -> None:
-        """Leave the decision in the packet's metadata, for the program that sends copies."""
+    def _pass_on(self, decision: SlotAnswer, slot: Register, counters: Register) -> None:
+        """Leave the decision in the packet's metadata, for the program that sends copies. Some drivers have none."""
         code = self.code
-        with code.when(code.call(ADJUST_METADATA, code.context, -ANSWER.size).differs(0)):
-            code.leave(DROP)
+        has_room = code.call(ADJUST_METADATA, code.context, -ANSWER.size).equals(0).as_number()
+        self._drop_unless(has_room, counters, Counter.STUCK)
         frame = code.load(code.context, 0, 4).as_pointer()
         answer = code.load(code.context, 8, 4).as_pointer()
         with code.when(answer.at(ANSWER.size) > frame):

@@ -9,6 +9,7 @@ On failure: the kernel detaches all programs when this process ends, however it 
 from __future__ import annotations
 
 import fcntl
+import functools
 import socket
 import struct
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from gradwire.aggregator.datagram_keys import WorkerDatagrams
 from gradwire.aggregator.packet import PACKET_HEADER_BYTES, Packet, PacketCounters, PacketKey
-from gradwire.aggregator.server import AggregatorStateMachine, UnansweredPacket
+from gradwire.aggregator.server import AggregatorStateMachine, PacketToSend, UnansweredPacket
 from gradwire.aggregator.session import SessionConfig
 from gradwire.aggregator.xdp import loader
 from gradwire.aggregator.xdp.assembler import Assembler
@@ -24,7 +25,7 @@ from gradwire.aggregator.xdp.copies import CONTINUE
 from gradwire.aggregator.xdp.driver import sends_redirected
 from gradwire.aggregator.xdp.frames import HEADER_BYTES
 from gradwire.aggregator.xdp.guard import SipHashGuard
-from gradwire.aggregator.xdp.kernel_slots import KernelSlots
+from gradwire.aggregator.xdp.kernel_slots import KernelSlots, SlotState
 from gradwire.aggregator.xdp.layout import WIDTHS
 from gradwire.aggregator.xdp.program import PASS
 from gradwire.aggregator.xdp.seals import Keys, ends
@@ -33,6 +34,8 @@ from gradwire.core.errors import DisagreementError, OptionError, SyncError
 
 _ETHERNET_BYTES = 14
 _SIOCGIFMTU = 0x8921
+_MOST_QUESTIONS = 4096
+"""Slots that a worker is asked for at a time, which takes a tenth of a second."""
 
 
 class XdpInterface:
@@ -100,6 +103,7 @@ class KernelStateMachine(AggregatorStateMachine):
 
     def __init__(self, config: SessionConfig, epoch: int, slots: KernelSlots) -> None:
         self._slots_in_kernel = slots
+        self._asked: dict[int, np.ndarray] = {}  # for each worker to ask, the times of slots for which it was asked
         self.strayed: int | None = None
         slots.begin(epoch)
         super().__init__(config, epoch)
@@ -119,9 +123,42 @@ class KernelStateMachine(AggregatorStateMachine):
         """Take packets of a worker that has joined, in kernel and Python."""
         datagrams.sender, datagrams.receiver = ends(guard, keys.from_server, keys.from_worker)
         self._slots_in_kernel.join(datagrams.worker, datagrams.address, keys.from_worker, keys.from_server)
+        self._asked[datagrams.worker] = np.zeros_like(self._slots_in_kernel.times())
 
-    def check_strayed(self, interface: str | None) -> None:
-        """Raise `SyncError` if a packet has reached Python that was the program's."""
+    def questions(self) -> list[PacketToSend]:
+        """Return questions as `rejoined` does, for workers that the program did not reach when a round began.
+
+        Call it from time to time, with the lock of `take_worker`, and send them another way. A worker that goes on to
+        send nothing is asked for the first of these rounds again.
+        """
+        if not self.resumed or not self._asked:
+            return []
+        slots, messages = self._slots_in_kernel, []
+        silent = [worker for worker in self._asked if not slots.reaches(worker)]
+        began = slots.times()  # after that: whoever is reached when a round begins is asked by the program
+        waiting, state = np.flatnonzero(began), functools.cache(slots.state)
+        waiting = waiting[began[waiting].argsort()]
+        for worker, asked in list(self._asked.items()):
+            new = waiting[began[waiting] != asked[waiting]]
+            due = new[:_MOST_QUESTIONS]
+            lacking = [slot for slot in due.tolist() if state(slot).may_lack(worker)]
+            messages += [self._wanted(worker, self._key(slot, state(slot))) for slot in lacking]
+            asked[due] = began[due]
+            if worker in silent:
+                asked[lacking[:1]] = 0
+            elif due.size == new.size:
+                del self._asked[worker]
+        self.counters.sent += len(messages)
+        return messages
+
+    def check(self, interface: str | None) -> None:
+        """Raise `SyncError` if a packet has reached Python that was the program's, or answers cannot be sent."""
+        num_stuck = self._slots_in_kernel.num_stuck()
+        if num_stuck:
+            raise SyncError(
+                f"Answers to workers are lost ({num_stuck} so far), because the driver of {interface} keeps no "
+                "metadata with a packet. Start the server with --xdp-mode generic."
+            )
         if self.strayed is not None:
             raise SyncError(
                 f"Packets of worker {self.strayed} reach the server, but not through {interface}, or as fragments. "
@@ -138,16 +175,19 @@ class KernelStateMachine(AggregatorStateMachine):
 
     def _oldest_in_kernel(self) -> UnansweredPacket | None:
         slots = self._slots_in_kernel
-        began = slots.began.view.view(np.uint64)[:, 0].copy()  # the kernel goes on writing
+        began = slots.times()
         waiting = np.flatnonzero(began)
         if not waiting.size:
             return None
         slot = int(waiting[began[waiting].argmin()])
-        state, (stream, packet) = slots.state(slot), slots.place(slot)
+        state = slots.state(slot)
         missing = [worker for worker in range(self.config.world_size) if not state.heard >> worker & 1]
         if not state.is_open:  # answered in the meantime
             return None
-        return UnansweredPacket(int(began[slot]) / 1e9, PacketKey(state.expected_round, stream, packet), missing)
+        return UnansweredPacket(int(began[slot]) / 1e9, self._key(slot, state), missing)
+
+    def _key(self, slot: int, state: SlotState) -> PacketKey:
+        return PacketKey(state.expected_round, *self._slots_in_kernel.place(slot))
 
     def _misfit(self, packet: Packet, sender: int | None) -> tuple[str, object] | None:
         misfit = super()._misfit(packet, sender)

@@ -143,19 +143,22 @@ def no_rights(error: OSError) -> RightsError:
     )
 
 
-def run_program(program: Descriptor, packet: bytes, *, repeat: int = 1, room: int = 4096) -> tuple[int, bytes, bytes]:
-    """Run an XDP program on a packet, and return its verdict, the packet it leaves, and the metadata before it."""
-    given = ctypes.create_string_buffer(packet, len(packet))
+def run_program(
+    program: Descriptor, packet: bytes, *, repeat: int = 1, room: int = 4096, metadata: bytes = b""
+) -> tuple[int, bytes, bytes]:
+    """Run an XDP program on a packet behind metadata, and return its verdict, and the packet and metadata it leaves."""
+    size = len(metadata) + len(packet)
+    given = ctypes.create_string_buffer(metadata + packet, size)
     found = ctypes.create_string_buffer(room)
-    context = ctypes.create_string_buffer(struct.pack("<6I", 0, len(packet), 0, 0, 0, 0), 24)
+    context = ctypes.create_string_buffer(struct.pack("<6I", len(metadata), size, 0, 0, 0, 0), 24)
     attribute = struct.pack(
-        "<IIIIQQIIIIQQII", program.number, 0, len(packet), room, ctypes.addressof(given), ctypes.addressof(found),
+        "<IIIIQQIIIIQQII", program.number, 0, size, room, ctypes.addressof(given), ctypes.addressof(found),
         repeat, 0, 24, 24, ctypes.addressof(context), ctypes.addressof(context), 0, 0,
     )  # fmt: skip
     _, answer = bpf(Command.PROG_TEST_RUN, attribute)
-    verdict, size = struct.unpack_from("<I", answer, 4)[0], struct.unpack_from("<I", answer, 12)[0]
+    verdict, end = struct.unpack_from("<I", answer, 4)[0], struct.unpack_from("<I", answer, 12)[0]
     start = struct.unpack_from("<I", context.raw, 0)[0]
-    return verdict, found.raw[start:size], found.raw[:start]
+    return verdict, found.raw[start:end], found.raw[:start]
 
 
 def run_in_traffic_control(program: Descriptor, packet: bytes, *, mark: int) -> tuple[int, bytes]:
