@@ -60,17 +60,14 @@ _CODECS = (
     ),
 )  # fmt: skip
 _MANY = "ddp-fp32,ddp-fp16,none,threelc,onebit,topk,int8,qsgd,natural,tbq,randomk"
-_REPLAY = "training --replay --rates 100mbit,1gbit"
-_AUTO = "--buckets 4,25 --methods ddp-fp32,ddp-trampoline,ddp-fp16,auto"
 _TRAINING = (
     Benchmark(
         "demo", "What do a few methods gain in a real training at 100 Mb/s?",
         stands_for="gradwire demo --full",
     ),
-    _gradwire("replay-text", "What is a step worth when cores do not limit it?", f"{_REPLAY} --seconds 5"),
-    _gradwire("auto-text", "Is `auto` ever slower than DDP, with a few large tensors?", f"{_REPLAY},none {_AUTO}"),
     _gradwire(
-        "auto-deep", "... with hundreds of small tensors?", f"{_REPLAY},none {_AUTO} --workload deep"
+        "replay-text", "What is a step worth when cores do not limit it?",
+        "training --replay --rates 100mbit,1gbit --seconds 5",
     ),
     _gradwire(
         "many-tensors-blocks", "What do methods gain with 454 tensors of at most 16 KiB?",
@@ -80,15 +77,6 @@ _TRAINING = (
         "many-tensors-deep", "... with 389 tensors of 9 MB in all?",
         "training --replay --rates none,100mbit --workload deep --steps 0 --seconds 4 "
         "--methods ddp-fp32,none,threelc,onebit,topk",
-    ),
-    _gradwire("auto-text-10mbit", "... at 10 Mb/s?", f"training --replay --rates 10mbit {_AUTO}"),
-    _gradwire(
-        "auto-deep-10mbit", "... at 10 Mb/s, with hundreds of small tensors?",
-        f"training --replay --rates 10mbit {_AUTO} --workload deep",
-    ),
-    _gradwire(
-        "auto-deep-repeated", "How much do six runs of the hardest case differ?",
-        f"training --replay --rates 1gbit,none {_AUTO} --workload deep",
     ),
 )  # fmt: skip
 _MICRO = (
@@ -159,7 +147,6 @@ _PLANNING = (
         "planning.never_slower",
         "--data FOLDER",
         presets={"method": "powersgd", "rivals": "ddp-powersgd", "rates": "none,1gbit,100mbit"},
-        recorded=False,
     ),
     Benchmark(
         "device-counts",

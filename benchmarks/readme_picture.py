@@ -28,8 +28,11 @@ METHODS = {
     "int8": "int8",
     "thc": "thc",
     "threelc/momentum": "threelc, momentum corr.",
-    "threelc": "threelc",
+    "onebit/momentum": "onebit, momentum corr.",
+    "topk:ratio=0.01/momentum": "topk 1 %, momentum corr.",
+    "powersgd": "powersgd",
     "auto": "auto",
+    "auto/momentum": "auto, momentum corr.",
 }
 BASELINES = (DDP_FP32, DDP_FP16)
 

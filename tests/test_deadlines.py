@@ -46,7 +46,7 @@ WAITS = {
     ("lab/plain.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "sets an option of the kernel",
     ("lab/napi.py", "ThreadPoolExecutor(1)"): "attaches a program, which the kernel does in the call",
     ("aggregator/xdp/driver.py", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _GENERIC)"): (
-        "asks the kernel, which answers in the call"
+        "asks the kernel, which answers within five seconds or counts as silent"
     ),
     ("aggregator/xdp/server.py", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"): "asks the kernel for the mtu",
     ("net/datagrams.py", "socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_DGRAM)"): (

@@ -159,7 +159,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_other_options_of_a_gradwire_command_do_not_replace_its_record():
-    result = CliRunner().invoke(app, ["run", "auto-text", "--seconds", "1"])
+    result = CliRunner().invoke(app, ["run", "replay-text", "--seconds", "1"])
     assert result.exit_code == 2
     assert "--csv FILE" in " ".join(result.output.replace("│", "").split())
 

@@ -252,3 +252,6 @@ def test_methods_are_timed_in_one_recording_and_auto_says_what_it_settled_on(exe
     task = benchmark.Task.of("digits", None)
     assert benchmark.trainings([task], ["auto"], 1, 6, found)
     assert execute("auto", parts="time") == found
+    more = execute("int8", parts="time")
+    assert {row["method"] for row in more} == {*timed, "int8"}
+    assert len({row["value"] for row in more if row["metric"] == "step_without_communication"}) == 1
