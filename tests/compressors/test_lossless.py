@@ -12,7 +12,7 @@ import torch
 import gradwire.compressors as compressors
 from gradwire.compressors.support.float_packing import HEADER_BYTES
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.errors import OptionError, OptionTypeError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.prefix_code import SERIAL_BYTES, PrefixCode
@@ -84,7 +84,7 @@ def test_another_table_is_agreed_on_as_an_option() -> None:
 def test_a_table_that_is_no_code_is_refused_with_advice(table) -> None:
     with pytest.raises(OptionError, match=r"Pass PrefixCode.of\(counts\).to_bytes\(\).hex\(\)"):
         compressors.make("lossless", table=table)
-    with pytest.raises(TypeError, match="table must be a string"):
+    with pytest.raises(OptionTypeError, match="table must be a string"):
         compressors.make("lossless", table=b"")
 
 

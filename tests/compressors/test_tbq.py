@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gradwire.compressors as compressors
+from gradwire.core.errors import OptionError
 from tests.contracts.compressor_cases import context, heavy_tailed
 
 
@@ -35,3 +36,8 @@ def test_the_largest_is_sent_however_high_the_threshold() -> None:
 def test_negative_thresholds_are_refused() -> None:
     with pytest.raises(ValueError, match="0 <= threshold < inf, but is -1"):
         compressors.make("tbq", threshold=-1.0)
+
+
+def test_a_threshold_of_0_would_send_only_zeros_and_is_refused() -> None:
+    with pytest.raises(OptionError, match="0 < threshold < inf, but is 0"):
+        compressors.make("tbq:threshold=0")

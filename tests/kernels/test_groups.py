@@ -13,8 +13,14 @@ import torch
 import gradwire as gw
 from gradwire.compressors.base import Compressor
 from gradwire.core.context import key_words
+from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels.cpu import groups
+from gradwire.residuals.transaction import Residuals
+from gradwire.sync.batch import BatchCodec
+from gradwire.sync.fusion import FusionGroup, FusionLayout
+from gradwire.sync.job import TensorLayout
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.payload import Payload
 
 SIZES = (1, 7, 64, 100, 1025, 4096)
@@ -78,6 +84,21 @@ class Calls:
     def message(self) -> np.ndarray:
         return self.new(sum(self.most) + groups.MARK_BYTES * len(SIZES), np.uint8)
 
+    def decode(self, messages: list[np.ndarray], outs: list[np.ndarray]) -> int:
+        return groups.decode_group(
+            self.decoder, FLOATS, self.table, places(outs), self.keys(0), self.static, self.scratch, FLOATS,
+            places(messages), lengths(messages),
+        )  # fmt: skip
+
+    def merge(self, messages: list[np.ndarray], own: list[np.ndarray], before: list[np.ndarray]) -> Any:
+        after, merged = [self.new(size) for size in SIZES], self.message()
+        size = groups.merge_group(
+            self.encoder, self.decoder, FLOATS, FLOATS, self.table, places(own), np.float32(0.5), places(before),
+            places(after), self.keys(0), self.static, self.scratch, self.total, places(messages), lengths(messages),
+            merged,
+        )  # fmt: skip
+        return size, merged[: max(size, 0)], after
+
     def encode(self, grads: list[np.ndarray], before: list[np.ndarray], rank: int) -> tuple[np.ndarray, Any]:
         after, message = [self.new(size) for size in SIZES], self.message()
         size = groups.encode_group(
@@ -89,6 +110,10 @@ class Calls:
 
 def places(arrays: list[np.ndarray]) -> np.ndarray:
     return np.array([array.ctypes.data for array in arrays], np.uint64)
+
+
+def lengths(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.array([array.size for array in arrays], np.int64)
 
 
 def normal(calls: Calls, seed: int) -> list[np.ndarray]:
@@ -119,13 +144,8 @@ def test_a_group_is_encoded_added_and_merged_as_its_tensors_are_one_by_one(metho
             )  # fmt: skip
             assert payload.body.tobytes() == body
             np.testing.assert_array_equal(after[index], left)
-    addresses, sizes = places(messages), np.array([message.size for message in messages], np.int64)
     outs = [calls.new(size) for size in SIZES]
-    found = groups.decode_group(
-        calls.decoder, FLOATS, calls.table, places(outs), calls.keys(0), calls.static, calls.scratch, FLOATS,
-        addresses, sizes,
-    )  # fmt: skip
-    assert found == 0
+    assert calls.decode(messages, outs) == 0
     sums = []
     for index, size in enumerate(SIZES):
         payloads = [Payload(np.frombuffer(bodies(message)[index], np.uint8)) for message in messages]
@@ -133,13 +153,9 @@ def test_a_group_is_encoded_added_and_merged_as_its_tensors_are_one_by_one(metho
         sums.append(codec.decode_sum(payloads, contexts, torch.empty(size)))
         np.testing.assert_array_equal(outs[index], sums[index].numpy())
     # The owner adds its own gradient to two of the messages' sum, and encodes the total.
-    own, before, after = normal(calls, 5), normal(calls, 6), [calls.new(size) for size in SIZES]
-    merged = calls.message()
-    size = groups.merge_group(
-        calls.encoder, calls.decoder, FLOATS, FLOATS, calls.table, places(own), np.float32(0.5), places(before),
-        places(after), calls.keys(0), calls.static, calls.scratch, calls.total, addresses, sizes, merged,
-    )  # fmt: skip
-    for index, body in enumerate(bodies(merged[:size])):
+    own, before = normal(calls, 5), normal(calls, 6)
+    _, merged, after = calls.merge(messages, own, before)
+    for index, body in enumerate(bodies(merged)):
         left = np.empty(SIZES[index], np.float32)
         total = torch.from_numpy(own[index] * np.float32(0.5) + sums[index].numpy())
         payload = codec.encode(total, calls.context(index, 0), residual_in=before[index], residual_out=left)
@@ -160,10 +176,51 @@ def test_any_bytes_are_decoded_or_refused_within_the_buffers(method: str, seed: 
         for place in generator.integers(0, bad.size, 3):
             bad[place] = generator.integers(0, 256)
         bad = bad[: generator.integers(0, bad.size + 1)] if generator.random() < 0.3 else bad
-        found = groups.decode_group(
-            calls.decoder, FLOATS, calls.table, places(outs), calls.keys(0), calls.static, calls.scratch, FLOATS,
-            places([bad, good]), np.array([bad.size, good.size], np.int64),
-        )  # fmt: skip
-        assert found in (groups.INVALID, 0, 1)
+        assert calls.decode([bad, good], outs) in (groups.INVALID, 0, 1)
     for each in calls.guarded:
         each.check()
+
+
+def resized(message: np.ndarray, index: int, num_bytes: int, num_tensors: int = len(SIZES)) -> np.ndarray:
+    """A message in which one payload has this many bytes, and its mark says so."""
+    table = message[: groups.MARK_BYTES * num_tensors].copy()
+    marks = table.view("<u4")
+    ends = np.cumsum([table.size, *(marks & groups.LENGTH)])
+    body = np.resize(message[ends[index] : ends[index + 1]], num_bytes)
+    marks[index] = groups.USED | np.uint32(num_bytes)
+    return np.concatenate([table, message[table.size : ends[index]], body, message[ends[index + 1] :]])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("index", range(len(SIZES)))
+def test_a_payload_of_another_size_makes_a_message_invalid(method: str, index: int) -> None:
+    calls = Calls(gw.make(method))
+    good, _ = calls.encode(normal(calls, 1), normal(calls, 2), 0)
+    outs, own, before = [calls.new(size) for size in SIZES], normal(calls, 3), normal(calls, 4)
+    whole = len(bodies(good)[index])
+    for num_bytes in {0, 1, 4, 8, whole // 2, whole - 1, whole + 1} - {whole}:
+        bad = resized(good, index, num_bytes)
+        for messages in ([bad], [good, bad], [bad, good]):
+            assert calls.decode(messages, outs) == groups.INVALID, num_bytes
+            assert calls.merge(messages, own, before)[0] == groups.INVALID, num_bytes
+    for each in calls.guarded:
+        each.check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_sender_of_a_short_payload_is_named(method: str) -> None:
+    compressor = gw.make(method)
+    entry = PlanEntry(compressor, feedback=compressor.default_feedback)
+    members = [TensorLayout(f"t{index}", index, entry, torch.float32, 300, rotation=index) for index in range(2)]
+    values = [torch.randn(300, generator=torch.Generator().manual_seed(index)) for index in range(2)]
+    group = FusionGroup(FusionLayout(members), values, [True] * 2, 0, 0)
+    compiled = BatchCodec.compiled_of(group)
+    assert compiled is not None
+    codec, (chunk,) = BatchCodec(group, Residuals(), 0, 2, 0, compiled), group.layout.chunks(1)
+    good = codec.start(chunk)
+    for index in range(2):
+        bad = Payload(resized(good.body, index, 0, 2), used=True, sender=1)
+        for use in (lambda bad=bad: codec.merge(chunk, [good, bad], 1), lambda bad=bad: codec.decode(chunk, [bad], 1)):
+            with pytest.raises(SyncError, match="Rank 1 sent bytes that are not a payload of t") as caught:
+                use()
+            assert (caught.value.rank, caught.value.tensor) == (1, f"t{index}")

@@ -204,3 +204,37 @@ def shared_choice(g, rate=0.5):
     chosen = g.map(lambda x: where(random(shared=True) < rate, round_even(x / step * 1.5), 0.0) + 1, dtype=uint2)
     rest = 0.0 * g.filter(lambda x: x > 0).reduce(count)
     return concat(step=step, rate=rate + rest, unused=(g > 0).reduce(count), q=chosen)
+
+
+@_algorithm(lambda p: (p.half + p.short / 2**20 + p.whole / 2**20) * p.scale)
+def quotients(g):
+    scale = abs(g).reduce(mean)
+    whole = g / where(abs(g) > 1, 1.0, 0.0)  # infinite if smaller, no number if 0
+    return concat(
+        scale=scale, half=(g * 7e4).map(dtype=float16), short=(g / scale * 4).map(dtype=bfloat16), whole=whole
+    )
+
+
+@_algorithm(lambda p: (p.value / 2**40 * p.half + p.short / 4).scatter(p.index))
+def quotients_of_large(g):
+    kept = g.filter(lambda x: abs(x) >= 0.5).top(ceil(0.3 * g.size))
+    value = kept.value / where(kept.value > 1, 1.0, 0.0)
+    short = (kept.value * 4).map(dtype=bfloat16)
+    return concat(index=kept.index, value=value, half=(kept.value * 7e4).map(dtype=float16), short=short)
+
+
+@_algorithm(lambda p: p.low / 2**20 * p.q + p.high / 2**20)
+def extremes(g, block=100):
+    y = g / where(abs(g) > 2, 1.0, 0.0)  # infinite if smaller, no number if 0
+    positive, none = y.filter(lambda x: x > 0).reduce(min), y.filter(lambda x: x != x).reduce(max)
+    of_list = (g.filter(lambda x: x > 1).value / 0.0).reduce(min)
+    low, high = (y * g).blocks(block).reduce(min), (y * g).blocks(block).reduce(max)
+    return concat(
+        low=low, high=high, least=y.reduce(min), most=y.reduce(max), positive=positive, none=none, of_list=of_list,
+        q=g.map(dtype=uint1),
+    )  # fmt: skip
+
+
+@_algorithm(lambda p: p.q * p.scale + where(random(shared=True) < p.rate, p.offset, 0.0))
+def known_numbers(g, rate=0.3):
+    return concat(scale=1 / (g.size + 1), rate=rate, offset=3, large=1e300, q=g.map(round_even, dtype=int8))

@@ -104,6 +104,27 @@ def test_count_of_a_condition_is_how_often_it_holds() -> None:
     assert body[:12].view(f32).tolist() == [held.sum(), held[:100].sum(), held[100:].sum()]
 
 
+def test_min_and_max_may_be_infinite_and_leave_out_what_is_no_number() -> None:
+    x = np.float32([1, 0, -1, 0])
+
+    def encode(g):
+        y = g / (g - g)
+        return concat(
+            most=y.reduce(max), least=y.reduce(min), positive=y.filter(lambda v: v > 0).reduce(min),
+            none=y.filter(lambda v: v != v).reduce(max), block=y.blocks(8).reduce(max), q=g,
+        )  # fmt: skip
+
+    body, _ = interpret.encode(traced(encode, lambda p: p.q), x, environment(4))
+    largest = float(np.finfo(f32).max)
+    assert body[:20].view(f32).tolist() == [largest, -largest, largest, 0, largest]
+
+
+def test_numbers_that_are_known_beforehand_can_be_sent() -> None:
+    body, _ = interpret.encode(algorithms.program("known_numbers"), gradient(9), environment(9))
+    known = dict(zip(["scale", "rate", "offset", "large"], body[:16].view(f32).tolist()))
+    assert known == {"scale": f32(0.1), "rate": f32(0.3), "offset": 3, "large": np.finfo(f32).max}
+
+
 def test_scale_and_residual_come_before_everything() -> None:
     x, residual = gradient(500), gradient(500, seed=1)
     program = algorithms.program("ternary")

@@ -111,6 +111,23 @@ def test_equal_magnitudes_meet_in_slots_as_in_the_oracle(device: str) -> None:
     assert Generated(program, device).encode(x).tobytes() == wanted[0].tobytes()
 
 
+def test_nothing_is_written_to_a_table_without_slots(device: str) -> None:
+    from gradwire.lang.targets.triton.runtime import flag, hash_numbers, launch
+
+    program, x = algorithms.program("hashed", ratio=0.0), gradient(1000)
+    generated, behind = Generated(program, device), torch.full((4,), -(2**63), device=device)
+    grad, floats = generated.tensor(x), torch.empty(1, dtype=torch.float64, device=device)
+    # The kernel with a table of no slots; `behind` stands for the memory at its end.
+    launch(
+        *(generated.module.encode_0, (1,), 1000, grad, 1.0, None, flag(grad), None, behind, hash_numbers(KEYS, grad)),
+        *(0, floats, flag(grad)),
+    )
+    assert (behind == -(2**63)).all()
+    wanted = interpret.encode(program, x, environment(1000))
+    assert wanted is not None
+    assert generated.encode(x).tobytes() == wanted[0].tobytes()
+
+
 @each_algorithm
 def test_decoders_give_the_tensor_of_the_oracle(name: str, device: str) -> None:
     program = algorithms.program(name)

@@ -8,6 +8,7 @@ import pytest
 from gradwire.lang import TraceError, interpret, trit, types, uint, uint1, uint2, uint4
 from gradwire.lang.interpret import Environment
 from gradwire.lang.ir import Program
+from gradwire.lang.operators.arithmetic import cast_reference
 from tests.lang.test_trace import concat, traced
 
 INTEGERS = [each for each in types.TYPES.values() if each.is_integer]
@@ -72,6 +73,40 @@ def test_values_outside_the_range_are_clamped_and_fractions_cut(dtype: types.Ele
     x = np.float32([-3e38, -1.75, -0.5, 0.5, 1.75, 3e38])
     found = interpret.decode(sent_as(dtype), packed(x, dtype), Environment(x.size))
     assert np.array_equal(found, np.trunc(np.clip(x, np.float32(dtype.low), np.float32(dtype.high))))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(types.float16, 65504.0), (types.bfloat16, 3.3895313892515355e38), (types.float32, 3.4028234663852886e38)],
+    ids=repr,
+)
+def test_floats_are_clamped_to_the_finite_ones_of_their_type(dtype: types.ElementType, largest: float) -> None:
+    x = np.float32([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 70_000.0, 0.5, -0.0, 65_519.0, 65_520.0])
+    found = cast_reference(x, dtype)
+    exact = {types.float16: np.float16, types.float32: np.float32}.get(dtype)
+    wanted = np.clip(np.nan_to_num(x, posinf=np.inf, neginf=-np.inf), -largest, largest).astype(np.float32)
+    if exact is not None:
+        assert found.tobytes() == wanted.astype(exact).astype(np.float32).tobytes()
+    assert np.isfinite(found).all() and np.abs(found).max() == np.float32(largest)
+    np.testing.assert_allclose(found, wanted, rtol=2**-8)
+
+
+def test_floats_that_no_type_was_named_for_are_clamped_as_float32() -> None:
+    program = traced(lambda g: concat(q=g / g.reduce(min)), lambda p: p.q)
+    body, rest = interpret.encode(program, np.float32([0, 1, 2, 0]), Environment(4))
+    largest = np.finfo(np.float32).max
+    assert body.view(np.float32).tolist() == [0, largest, largest, 0]
+    assert rest.tolist() == [0, -largest, -largest, 0]
+
+
+def test_finite_elements_of_the_gradient_are_sent_as_they_are() -> None:
+    for encode in (lambda g: concat(q=g), lambda g: concat(q=abs(g))):
+        assert all(node.op != "cast" for node in traced(encode, lambda p: p.q).encode_nodes())
+    kept = traced(
+        lambda g: concat(v=g.filter(lambda x: x > 0).top(3).value, i=g.filter(lambda x: x > 0).top(3).index),
+        lambda p: p.v.scatter(p.i),
+    )  # fmt: skip
+    assert all(node.op != "cast" for node in kept.encode_nodes())
 
 
 @each_integer

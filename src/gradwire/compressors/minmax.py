@@ -1,7 +1,8 @@
 """Stochastic quantization to b bits: 2^b levels from the smallest to the largest element.
 
-Unbiased to 2⁻¹⁷ of the distance between levels, so it needs no error feedback. Elements are clamped if the largest and
-the smallest lie further apart than the largest float32.
+Unbiased to 2⁻¹⁷ of the distance between levels, so it needs no error feedback; from level 128 on, with 8 bits, to 2⁻¹⁶,
+because float32 ties go to even there. Elements are clamped if the largest and the smallest lie further apart than the
+largest float32.
 
 Body: the smallest element and the distance between levels as float32, then b bits per element.
 

@@ -12,8 +12,10 @@ compresses them with an entropy coder.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from gradwire.compressors.base import options
 from gradwire.compressors.base.decorator import compressor
 from gradwire.lang import concat, mean, minimum, uint2, where
 
@@ -24,8 +26,9 @@ def tbq(g: Any, threshold: float = 2.0) -> Any:
 
     Args:
         g: Gradient.
-        threshold: tau in units of the mean magnitude.
+        threshold: tau in units of the mean magnitude, above 0.
     """
+    options.real("threshold", threshold, 0.0, math.inf, low_open=True, high_open=True)
     tau = minimum(threshold * abs(g).reduce(mean), abs(g).reduce(max))
     q = g.map(lambda x: where(x >= tau, 2.0, where(x <= -tau, 0.0, 1.0)), dtype=uint2)
     return concat(tau=tau, q=q)

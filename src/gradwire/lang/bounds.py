@@ -1,4 +1,4 @@
-"""Upper bounds of decoded elements, from the scalars of a payload.
+"""Which values are finite: upper bounds of decoded elements, from the scalars of a payload, and the gradient's own.
 
 Decoders clamp their result to finite floats, which takes four operations per element. The scalars of most payloads rule
 out an overflow. This module expresses the largest magnitude of each intermediate result in terms of the scalars, so
@@ -14,6 +14,15 @@ from gradwire.lang.operators.base import lookup
 from gradwire.lang.types import ElementType
 
 Leaf = Callable[[Node], str | None]
+_SELECTING = ("filter", "top", "hash", "value", "sample", "sort", "abs")
+"""Operators that return values of their first input, up to signs."""
+
+
+def is_finite(node: Node) -> bool:
+    """Whether an encoder's values are surely finite: cast, or elements of the gradient, up to signs."""
+    if node.op == "gradient" or isinstance(node.dtype, ElementType):
+        return True
+    return node.op in _SELECTING and is_finite(node.inputs[0])
 
 
 def overflow_condition(output: Node, leaf: Leaf) -> str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.lang.bounds import is_finite
 from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
-from gradwire.lang.ir import BOOL, Field
+from gradwire.lang.ir import BOOL, FLOAT, Field
 from gradwire.lang.operators.base import Coding, lookup
 from gradwire.lang.payload import SymbolicPayload
 from gradwire.lang.symbols import Value, apply, lift
-from gradwire.lang.types import TYPES, ElementType
+from gradwire.lang.types import TYPES, ElementType, float32
 
 
 def uint(bits: int) -> ElementType:
@@ -93,7 +94,8 @@ def power(e: Any) -> Value:
 def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
     """Uniform random numbers between low and high, one per element, new in each step. The ends are excluded.
 
-    They are multiples of 1/65536 of the range, so rounding with them is unbiased to 2^-17 of a step.
+    They are multiples of 1/65536 of the range, so rounding with them is unbiased to 2^-17 of a step; to 2^-16 from 128
+    steps on, where the sum in float32 has a tie, which goes to even.
 
     Args:
         low, high: Range.
@@ -112,7 +114,9 @@ def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
 
 
 def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
-    """The payload: named values. Scalars are sent as float32, arrays in the type they were mapped to.
+    """The payload: named values. Scalars are sent as float32, arrays in the type they were mapped to, else as float32.
+
+    Receivers refuse infinities and NaN, so floats are clamped to the finite ones of their type, and NaN becomes 0.
 
     One array of trits may be given as `q.zero_runs()`. It comes last, and the length of the payload then depends on
     the gradient.
@@ -134,6 +138,8 @@ def concat(*unnamed: Any, **fields: Any) -> SymbolicPayload:
             )  # fmt: skip
         if node.space.kind in ("scalar", "static"):
             node = node if node.op == "narrow" else here.add("narrow", (node,))
+        elif node.dtype == FLOAT and node.space.kind in ("elements", "items") and node.op != "index":
+            node = node if is_finite(node) else here.add("cast", (node,), node.where, dtype=float32)
         is_coded = isinstance(lookup(node.op), Coding)
         made.append(Field(name, node.inputs[0], coding=node) if is_coded else Field(name, node))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradwire.lang.errors import TraceError
 from gradwire.lang.graph import graph, user_location
-from gradwire.lang.ir import BOOL, SCALAR, STATIC, Node
+from gradwire.lang.ir import BOOL, SCALAR, STATIC, Node, closure
 from gradwire.lang.operators.base import lookup
 from gradwire.lang.types import TYPES, ElementType
 
@@ -132,9 +132,10 @@ class Value:
         return Value(graph().add("length", (self.node,)))
 
     def map(self, function: Callable[[Value], Any] | None = None, dtype: ElementType | None = None) -> Value:
-        """Apply a function to each element. `dtype` clamps the results to its integers, or rounds them to its floats.
+        """Apply a function to each element. `dtype` clamps the results to its integers, or to its finite floats.
 
-        Casting a float to an integer type truncates. Use `floor` or `round_even` to round.
+        Casting a float to an integer type truncates. Use `floor` or `round_even` to round. A cast to a float type
+        rounds to nearest. NaN becomes 0.
         """
         found = lift(self if function is None else function(self))
         if dtype is None:
@@ -148,7 +149,7 @@ class Value:
 
         Args:
             function: `min`, `max`, `sum`, or `mean`, `norm`, `count` of this module. `count` of a condition counts the
-                elements for which it holds. The result for no elements is 0.
+                elements for which it holds. `min` and `max` leave out NaN. The result for no elements is 0.
         """
         return _reduced((self.node,), function)
 
@@ -182,7 +183,7 @@ class Value:
                 f"The function of filter must return a comparison, got {mask.node.dtype}", user_location(),
                 "return something like abs(x) >= threshold",
             )  # fmt: skip
-        return Filtered(self.node, mask.node, None if at_most is None else _static(at_most, "at_most").node)
+        return Filtered(self.node, mask.node, None if at_most is None else _bound(at_most, "at_most").node)
 
     def sample(self, count: Any) -> Value:
         """A list of `count` elements, one from each of `count` equal parts of the gradient."""
@@ -280,7 +281,7 @@ class Filtered:
 
     def top(self, count: Any) -> Filtered:
         """Keep the `count` largest magnitudes, or all if there are fewer. Ties go to the lowest index."""
-        found = graph().add("top", (self._list(), _static(count, "count").node))
+        found = graph().add("top", (self._list(), _bound(count, "count").node))
         return _Listed(found)
 
     def hash(self, slots: Any) -> Filtered:
@@ -290,7 +291,7 @@ class Filtered:
         """
         if self._at_most is not None:
             raise TraceError("Cannot hash with at_most: slots already limit the list", user_location(), "omit at_most")
-        return _Listed(graph().add("hash", (self._node, self._mask, _static(slots, "slots").node), self._where))
+        return _Listed(graph().add("hash", (self._node, self._mask, _bound(slots, "slots").node), self._where))
 
     def __getattr__(self, name: str) -> Any:
         raise _unknown(self, "The result of filter", name, "use .value and .index, which are lists, or reduce it")
@@ -398,5 +399,16 @@ def _static(value: Any, what: str) -> Value:
         raise TraceError(
             f"{what} must be known from length, step and options alone, got a {found.node.space} value",
             user_location(), "compute it from .size, step() and options: payload sizes must have a bound",
+        )  # fmt: skip
+    return found
+
+
+def _bound(value: Any, what: str) -> Value:
+    """The largest length of a list, which the receiver must know."""
+    found = _static(value, what)
+    if any(node.op == "previous_state" for node in closure([found.node])):
+        raise TraceError(
+            f"{what} cannot depend on previous_state(), which the receiver does not know", user_location(),
+            "compute it from .size, step() and options: payload sizes must have a bound",
         )  # fmt: skip
     return found

@@ -37,6 +37,7 @@ class ElementType:
         storage: NumPy dtype of the packed bytes, or of the elements of a raw array.
         low, high: Range of integers, ends included. Values outside are clamped. NaN becomes `low`, or 0 if the type has
             negative values.
+        largest: Largest magnitude of floats. Values beyond are clamped. NaN becomes 0.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ElementType:
     storage: np.dtype
     low: int = 0
     high: int = 0
+    largest: float = 0.0
 
     @property
     def is_integer(self) -> bool:
@@ -80,9 +82,9 @@ int8 = _integer("int8", "raw", 8, -127, 127, np.int8)
 int32 = _integer("int32", "raw", 32, -(2**31) + 128, 2**31 - 128, np.int32)
 uint32 = _integer("uint32", "raw", 32, 0, 2**32 - 256, np.uint32)
 trit = _integer("trit", "digits", 8 / TERNARY_DIGITS, -1, 1)
-float32 = ElementType("float32", "raw", 32, np.dtype(np.float32))
-float16 = ElementType("float16", "raw", 16, np.dtype(np.float16))
-bfloat16 = ElementType("bfloat16", "raw", 16, np.dtype(np.uint16))
+float32 = ElementType("float32", "raw", 32, np.dtype(np.float32), largest=2.0**128 - 2.0**104)
+float16 = ElementType("float16", "raw", 16, np.dtype(np.float16), largest=65504.0)
+bfloat16 = ElementType("bfloat16", "raw", 16, np.dtype(np.uint16), largest=2.0**128 - 2.0**120)
 
 TYPES = {each.name: each for each in (
     uint1, uint2, uint4, uint8, int8, int32, uint32, trit, float32, float16, bfloat16

@@ -103,8 +103,9 @@ def compressor(name: str | Callable[..., Any] | None = None, **declared: Any) ->
         variance: Function of the same arguments that returns the ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖²; see
             `Compressor.variance`.
         encode_own_before_merge: See `Compressor`.
-        next_state: Function of the body, the number of elements, the step and the options by name that returns an
-            array with one value, which `previous_state()` has in the next step.
+        next_state: Function of the body, the number of elements, the step and the options by name that returns one
+            finite number, or an array with one, which `previous_state()` has in the next step as float32; None to
+            keep the present one.
 
     Returns:
         An `Algorithm`, which is complete when its `decode` has decorated a second function.

@@ -18,7 +18,7 @@ from gradwire.lang.trace import signature_line, trace
 
 Bound = Callable[..., float | None]
 Feedback = FeedbackName | Callable[..., FeedbackName]
-NextState = Callable[..., np.ndarray]
+NextState = Callable[..., np.ndarray | float | None]
 FEEDBACKS: tuple[FeedbackName, ...] = get_args(FeedbackName)
 _ARGUMENTS = {"contraction": ("size",), "variance": ("size",), "next_state": ("body", "size", "step")}
 

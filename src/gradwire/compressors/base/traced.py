@@ -23,19 +23,20 @@ from gradwire.compressors.base.on_device import previous_state as _previous_stat
 from gradwire.core import buffers
 from gradwire.core.context import Context
 from gradwire.core.context import key_words as _keys
-from gradwire.core.errors import UnknownNameError
+from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
 from gradwire.lang.emit import statics
 from gradwire.lang.interpret import num_bytes
-from gradwire.lang.ir import Node
+from gradwire.lang.ir import Node, closure
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.lang.targets.numba.runtime import SLOTS
 from gradwire.wire.payload import Payload
 
 _ANY_SPEC = TensorSpec((1,))
 _DRAWING = ("random", "sample", "hash")  # operators that use the keys
+_MOST_ELEMENTS = (1 << 32) - 1  # whose positions, and their number, are uint32
 
 
 class TracedCompressor(OnDevice):
@@ -59,7 +60,7 @@ class TracedCompressor(OnDevice):
         self._statics = statics(self.program)
         self._filters = [node for node in self.program.encode_nodes() if node.op in ("filter", "hash")]
         self.loses_selected = any(node.op == "hash" for node in self._filters)
-        self._uses_step = any(_depends_on_step(node) for node in self._statics)
+        self._uses_step = any(_depends_on(node, "step") for node in self._statics)
         self._static_values: dict[tuple[int, int], np.ndarray] = {}
 
     # -- algebra ---------------------------------------------------------------------------------------------
@@ -133,6 +134,7 @@ class TracedCompressor(OnDevice):
     ) -> Payload:
         """Encode scale · grad + residual_in. The first sweep adds them; a gradient on a GPU is encoded there."""
         assert residual_out is not None or residual_in is None, "without residual_out, the error would be lost"
+        self._expect_positions(grad.numel())
         if grad.is_cuda:
             return self._encode_on_device(grad, ctx, stats, scale, residual_in, residual_out)
         args = EncodeArguments(stats, scale, residual_in=residual_in, residual_out=residual_out)
@@ -209,11 +211,13 @@ class TracedCompressor(OnDevice):
         if previous_state:
             return static_values(self._statics, size, step, previous_state)
         key = (size, step if self._uses_step else 0)
-        if key not in self._static_values:
+        found = self._static_values.get(key)  # read once, as other threads may clear the cache
+        if found is None:
+            found = static_values(self._statics, size, step)
             if len(self._static_values) > 4096:
                 self._static_values.clear()
-            self._static_values[key] = static_values(self._statics, size, step)
-        return self._static_values[key]
+            self._static_values[key] = found
+        return found
 
     def _lists(self, size: int, body_bytes: int = 0) -> np.ndarray:
         """Memory for intermediate lists of an encode, and for a body after them."""
@@ -245,7 +249,16 @@ class TracedCompressor(OnDevice):
         """Reduced values of the preliminary round, float32; None without one."""
         return np.concatenate(self._check_stats(stats, _ANY_SPEC)).astype(np.float32) if stats else None
 
+    def _expect_positions(self, size: int) -> None:
+        """Raise `ValueError` if the positions of a tensor of this size do not fit 32 bits."""
+        if self.sparse and size > _MOST_ELEMENTS:
+            raise ValueError(
+                f"{self.name} sends positions of 32 bits, but the tensor has {size} elements. Partition it into parts "
+                f"of at most {_MOST_ELEMENTS} elements."
+            )
+
     def _expect_size(self, body: np.ndarray, size: int, stats: Sequence[np.ndarray]) -> None:
+        self._expect_positions(size)
         most = self.max_encoded_bytes(TensorSpec((size,)))
         least = most - 4 * len(self.program.stats) * bool(stats)
         if self.program.has_fixed_size:
@@ -261,11 +274,11 @@ def _list_of(node: Node) -> Node:
 
 def _count(node: Node, size: int) -> int:
     """Largest value of a count; a count that changes from step to step is only bounded by the size."""
-    return size if _depends_on_step(node) else max(0, int(evaluate_static(node, size)))
+    return size if _depends_on(node, "step", "previous_state") else max(0, int(evaluate_static(node, size)))
 
 
-def _depends_on_step(node: Node) -> bool:
-    return node.op == "step" or any(map(_depends_on_step, node.inputs))
+def _depends_on(node: Node, *ops: str) -> bool:
+    return any(each.op in ops for each in closure([node]))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -282,8 +295,22 @@ class StatefulTracedCompressor(TracedCompressor, StatefulCompressor):
     state_source: ClassVar[StateSource] = "payload"
 
     def next_state(self, source: Payload, ctx: Context) -> np.ndarray | None:
-        """What the algorithm declares; None if this instance does not use it."""
+        """What the algorithm declares, float32[1]; None if it keeps the present state or this instance has none.
+
+        Raises:
+            OptionError: The algorithm's function did not return one finite number.
+        """
         function = self.definition.declared.next_state
         if source.nonfinite or function is None or ctx.spec is None or not self._uses_state:
             return None
-        return function(source.body, ctx.spec.numel, ctx.step, **self._options)
+        found = function(source.body, ctx.spec.numel, ctx.step, **self._options)
+        if found is None:
+            return None
+        try:
+            with np.errstate(over="ignore"):  # refused below
+                state = np.asarray(found, np.float32).flatten()
+        except (TypeError, ValueError):
+            state = np.empty(0, np.float32)
+        if state.size != 1 or not np.isfinite(state[0]):
+            raise OptionError(f"next_state of {self.name!r} must return one finite number, as float32, not {found!r}.")
+        return state

@@ -35,7 +35,7 @@ from gradwire.compressors.none import ARRAY_DTYPES, NoCompression, convert
 from gradwire.compressors.support import exponent_prior
 from gradwire.core import buffers
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError, PayloadError
+from gradwire.core.errors import OptionError, OptionTypeError, PayloadError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.float_format import FORMATS
@@ -207,7 +207,7 @@ class FloatPacking(NoCompression, StatefulCompressor):
 def _checked(table: object) -> str:
     """The option `table`, after a check."""
     if not isinstance(table, str):
-        raise TypeError(f"table must be a string, not {table!r}. Pass PrefixCode.of(counts).to_bytes().hex().")
+        raise OptionTypeError(f"table must be a string, not {table!r}. Pass PrefixCode.of(counts).to_bytes().hex().")
     if table:
         try:
             code_of_bytes(bytes.fromhex(table))

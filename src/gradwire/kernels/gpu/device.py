@@ -117,11 +117,17 @@ def clamp(y, low, high):
 
 
 @triton.jit
+def bounded(y, largest):
+    """Clamp magnitudes to `largest`; NaN becomes 0."""
+    y = tl.where(y == y, y, 0.0)
+    y = tl.where(y > -largest, y, -largest)
+    return tl.where(y < largest, y, largest)
+
+
+@triton.jit
 def finite(y):
     """Clamp to finite floats; NaN becomes 0."""
-    y = tl.where(y == y, y, 0.0)
-    y = tl.where(y > -3.4028234663852886e38, y, -3.4028234663852886e38)
-    return tl.where(y < 3.4028234663852886e38, y, 3.4028234663852886e38)
+    return bounded(y, 3.4028234663852886e38)
 
 
 @triton.jit
@@ -280,15 +286,17 @@ def chunk_sum_squares(values):
 
 @triton.jit
 def chunk_min(values, chosen):
-    """The smallest of the chosen values, or NaN if none is chosen."""
-    least = tl.min(tl.where(chosen & (values == values), values, float("inf")), axis=0)
+    """The smallest of the chosen values other than NaN, or NaN if there is none."""
+    chosen &= values == values
+    least = tl.min(tl.where(chosen, values, float("inf")), axis=0)
     return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, least, float("nan"))
 
 
 @triton.jit
 def chunk_max(values, chosen):
-    """The largest of the chosen values, or NaN if none is chosen."""
-    most = tl.max(tl.where(chosen & (values == values), values, float("-inf")), axis=0)
+    """The largest of the chosen values other than NaN, or NaN if there is none."""
+    chosen &= values == values
+    most = tl.max(tl.where(chosen, values, float("-inf")), axis=0)
     return tl.where(tl.max(chosen.to(tl.int32), axis=0) > 0, most, float("nan"))
 
 

@@ -129,12 +129,12 @@ def store_hashed(table, numbers, slots, i, values, chosen):
     """Write the chosen elements to their slots. Each slot keeps the largest magnitude, the first of equal ones.
 
     An entry is the magnitude's 31 bits, the complement of the position and the sign, so that it is the maximum of all
-    entries written to a slot, in any order.
+    entries written to a slot, in any order. A table without slots stays empty.
     """
     slot = hash_slot(i, tl.load(numbers), tl.load(numbers + 1), slots)
     bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     entry = (((bits & 0x7FFFFFFF) - 0x40000000) << 33) | ((0xFFFFFFFF - i.to(tl.int64)) << 1) | ((bits >> 31) & 1)
-    tl.atomic_max(table + slot.to(tl.int64), entry, mask=chosen)
+    tl.atomic_max(table + slot.to(tl.int64), entry, mask=chosen & (slot.to(tl.int64) < slots))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 `minimum` and `maximum` return the second argument if the comparison fails, also for NaN. `exponent` is the biased
 exponent of a float32, 0 to 255, and `power` the float32 with that exponent and no mantissa (0 for 0). `cast` clamps to
-the range of an integer type, or rounds to a shorter float.
+the range of an integer type, or to the finite floats of a float type, and rounds to it.
 """
 
 from __future__ import annotations
@@ -276,13 +276,20 @@ def narrowed(value: Any) -> np.float32:
 
 
 class Narrow(Arithmetic):
-    """`narrow(scalar)`: round a scalar to a finite float32, as the payload carries it and elements see it."""
+    """`narrow(scalar)`: round a scalar to a finite float32, as the payload carries it and elements see it.
+
+    A number known from length and step becomes a scalar.
+    """
 
     def __init__(self) -> None:
         super().__init__(
             "narrow", 1, narrowed, _elements_only("narrow"), _call("narrow"), _elements_only("narrow"),
             torch=_call("narrow"),
         )  # fmt: skip
+
+    def infer(self, inputs: Sequence[Node], attrs: Mapping[str, Any]) -> tuple[Space, Dtype]:
+        space, dtype = super().infer(inputs, attrs)
+        return SCALAR if space == STATIC else space, dtype
 
 
 register(Narrow())
@@ -308,7 +315,7 @@ class StaticNumber(Operator):
 
 
 class Cast(Operator):
-    """A value of an element type: clamped to its integers, or rounded to its floats."""
+    """A value of an element type: clamped to its integers, or clamped and rounded to its finite floats."""
 
     name = "cast"
     is_collective: ClassVar[bool] = False
@@ -323,14 +330,15 @@ class Cast(Operator):
 
 
 def cast_reference(values: np.ndarray, dtype: ElementType) -> np.ndarray:
-    """Numbers clamped or rounded to an element type, as float32."""
+    """Numbers clamped and rounded to an element type, as float32."""
     values = values.astype(np.float32)
+    values = np.where(np.isnan(values), np.float32(0), values)
     if dtype.is_integer:
         low, high = np.float32(dtype.low), np.float32(dtype.high)
-        values = np.where(np.isnan(values), np.float32(0), values)
         values = np.where(values > low, values, low)
         integers: np.ndarray = np.trunc(np.where(values < high, values, high)) + np.float32(0)  # no integer is -0
         return integers.astype(np.float32)
+    values = np.clip(values, np.float32(-dtype.largest), np.float32(dtype.largest))
     if dtype.name == "float32":
         return values
     short = np.empty(values.size, dtype.storage)

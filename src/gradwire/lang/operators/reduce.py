@@ -1,8 +1,9 @@
 """`reduce(G, f)`: reduce all elements, those of a block, or those chosen by a mask to one number.
 
-The functions are `min`, `max`, `sum`, `mean`, `norm` (Euclidean) and `count`. The result for no elements is 0. `count`
-of a condition counts the elements for which it holds. Sums have a canonical order, so that all backends compute the
-same bits: 64 running sums in float64 over 1,024 elements, halved to one, then sums of 1,024 such sums in the same way.
+The functions are `min`, `max`, `sum`, `mean`, `norm` (Euclidean) and `count`. The result for no elements is 0. `min`
+and `max` leave out NaN. `count` of a condition counts the elements for which it holds. Sums have a canonical order, so
+that all backends compute the same bits: 64 running sums in float64 over 1,024 elements, halved to one, then sums of
+1,024 such sums in the same way.
 
 Source: HiPress (Bai et al. 2021), table 4. Differences: fixed functions instead of user-defined ones, because each
 needs an order of evaluation that all backends share.
@@ -17,6 +18,7 @@ import numpy as np
 
 from gradwire.kernels.layout import SUM_BLOCK
 from gradwire.kernels.reference.reduce import block_sum64
+from gradwire.lang.bounds import is_finite
 from gradwire.lang.ir import BOOL, FLOAT, SCALAR, Dtype, Node, Space
 from gradwire.lang.operators.base import DeviceEmission, Emission, FitError, Sink, register
 
@@ -60,13 +62,18 @@ class Reduce(Sink):
                 "min": ("np.inf", "minimum", "smallest_lane"),
                 "max": ("-np.inf", "maximum", "largest_lane"),
             }[function]
-            return Emission(
+            emission = Emission(
                 [f"{name}_lanes = splat(np.float32({infinity}), LANES)"],
                 [],
                 [f"{name}_lanes = {choose}(select({mask}, {value}, {name}_lanes), {name}_lanes)"],
                 [],
                 [f"{name} = extreme({lane}({name}_lanes))"],
             )
+            if not is_finite(node.inputs[0]):  # then infinity can be the result
+                emission.before.append(f"{name}_found = np.uint64(0)")
+                emission.inside.append(f"{name}_found |= mask_bits({mask} & ({value} == {value}))")
+                emission.after = [f"{name} = np.float64({lane}({name}_lanes)) + 0.0 if {name}_found != 0 else 0.0"]
+            return emission
         wide = f"convert(select({mask}, {value}, splat(np.float32(0), LANES)), f64)"
         inside = [f"{name}_wide = {wide}", f"{name}_lanes = {name}_lanes + {name}_wide * {name}_wide"]
         if function != "norm":
@@ -109,6 +116,8 @@ def _reduced(function: str, values: np.ndarray, mask: np.ndarray) -> float:
     chosen = values[mask]
     if function == "count":
         return float(chosen.size)
+    if function in ("min", "max"):
+        chosen = chosen[~np.isnan(chosen)]
     if chosen.size == 0:
         return 0.0
     if function in ("min", "max"):

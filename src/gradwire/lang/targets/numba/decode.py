@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradwire.kernels.layout import SUM_LANES as LANES
 from gradwire.lang.emit import Lines, chunk_of
@@ -68,10 +68,12 @@ class NumbaDecoder(NumbaFunction):
         return block if block % LANES else 0
 
     def _open(self, body: str, size: str) -> None:
-        """Locate the fields in a body. It is invalid if they do not fit or a float is not finite."""
+        """Locate the fields in a body. It is invalid if they do not fill it or a float is not finite."""
         lines, arrays = self.lines, [each for each in self.program.fields if each.is_array]
+        if self.program.has_fixed_size:
+            lines.add(f"if {size} != {self._bytes(arrays)}:", "    return False")
         if self.program.fields[-1].coding is not None:
-            lines.add(f"if {size} < {self._bytes_before_last()}:", "    return False")
+            lines.add(f"if {size} < {self._bytes(arrays[:-1])}:", "    return False")
         if self.program.items is not None:
             lines.add(f"if {size} < {' + '.join(scalar_bytes(self.program))}:", "    return False")
         lines.add("at = 0")
@@ -122,11 +124,10 @@ class NumbaDecoder(NumbaFunction):
             lines.add(f"{name} = read_scalar({body}, at)", "at += 4")
         lines.add(f"if not np.isfinite({name}):", "    return False")
 
-    def _bytes_before_last(self) -> str:
-        """Bytes of a body before its last field."""
-        others = self.program.fields[:-1]
-        arrays = [num_bytes(other, self._count(other)) for other in others if other.is_array]
-        return " + ".join([*scalar_bytes(self.program), *arrays]) or "0"
+    def _bytes(self, arrays: Sequence[Field]) -> str:
+        """Bytes of the scalars and of these arrays."""
+        sizes = [num_bytes(each, self._count(each)) for each in arrays]
+        return " + ".join([*scalar_bytes(self.program), *sizes]) or "0"
 
     def _expand(self, each: Field, body: str, size: str) -> None:
         """Undo what shortened the last field."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradwire.lang.bounds import overflow_condition
+from gradwire.lang.bounds import is_finite, overflow_condition
 from gradwire.lang.emit import GeneratedFunction, shared_subexpressions
 from gradwire.lang.interpret import is_stat
 from gradwire.lang.ir import BOOL, Field, Node, Program, closure
@@ -86,7 +86,9 @@ class NumbaFunction(GeneratedFunction):
             if node.inputs[0].dtype == BOOL:
                 return source
             return f"convert({self._integers(source, dtype)}, f32)"
-        return source if dtype.name == "float32" else f"rounded_{dtype.name}({source})"
+        if dtype.name == "float32":
+            return source if is_finite(node.inputs[0]) else f"finite({source})"
+        return f"rounded_{dtype.name}(bounded({source}, np.float32({dtype.largest!r})))"
 
     def _integers(self, source: str, dtype: ElementType) -> str:
         return f"integers({source}, np.float32({dtype.low}), np.float32({dtype.high}))"

@@ -81,7 +81,7 @@ def narrow(value):
 
 @kernel
 def extreme(value):
-    """A smallest or largest lane as float64; 0 if no lane was chosen. Never -0."""
+    """A smallest or largest lane of finite values as float64; 0 if no lane was chosen. Never -0."""
     return 0.0 if np.isinf(value) else np.float64(value) + 0.0
 
 
@@ -135,15 +135,16 @@ def integers(y, low, high):
 
 
 @kernel
+def bounded(y, largest):
+    """Clamp magnitudes to `largest`; NaN becomes 0."""
+    y = select(y == y, y, splat(np.float32(0), LANES))
+    return minimum(maximum(y, splat(-largest, LANES)), splat(largest, LANES))
+
+
+@kernel
 def finite(y):
     """Clamp to finite floats; NaN becomes 0."""
-    zero, most, least = (
-        splat(np.float32(0), LANES),
-        splat(np.float32(LARGEST), LANES),
-        splat(np.float32(-LARGEST), LANES),
-    )
-    y = select(y == y, y, zero)
-    return minimum(maximum(y, least), most)
+    return bounded(y, np.float32(LARGEST))
 
 
 @kernel

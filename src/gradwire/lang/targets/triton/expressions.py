@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gradwire.lang.bounds import overflow_condition
+from gradwire.lang.bounds import is_finite, overflow_condition
 from gradwire.lang.emit import INDENT, GeneratedFunction, Lines, shared_subexpressions
 from gradwire.lang.ir import BOOL, Field, Node, Program
 from gradwire.lang.operators.arithmetic import Arithmetic, Text
@@ -206,7 +206,9 @@ class Kernel:
             return Text(f"number({value.source})", value.is_vector)
         if dtype.is_integer:
             return Text(f"clamp({value.source}, {float(dtype.low)!r}, {float(dtype.high)!r})", value.is_vector)
-        return value if dtype.name == "float32" else Text(f"rounded_{dtype.name}({value.source})", value.is_vector)
+        if dtype.name == "float32":
+            return value if is_finite(node.inputs[0]) else Text(f"finite({value.source})", value.is_vector)
+        return Text(f"rounded_{dtype.name}(bounded({value.source}, {dtype.largest!r}))", value.is_vector)
 
     # -- source ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _RUNTIME = """
-add_at as_bytes ceil floor as_elements as_scalar bfloat16_bits ceil_div choose chunk_count chunk_max chunk_min
+add_at as_bytes ceil floor as_elements as_scalar bfloat16_bits bounded ceil_div choose chunk_count chunk_max chunk_min
 chunk_sum chunk_sum_squares chunks clamp compensated compensated_again divide empty expand_runs exponent finish_count
 finish_max finish_mean finish_min finish_norm finish_sum finite flag hash_numbers hash_table hashed_list item keep_top
 key_words launch length_bytes load_bits load_digits load_finite load_planes narrow narrowed number pack_positions
