@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -68,3 +70,15 @@ def test_who_waits_for_a_task_that_does_not_end_looks_for_other_errors(monkeypat
         encoder.drain(check)
     go_on.set()
     encoder.close()
+
+
+def test_submitted_tasks_run_before_the_interpreter_ends() -> None:
+    script = (
+        "import time\n"
+        "from gradwire.parameter_server.encoder_thread import EncoderThread\n"
+        "encoder = EncoderThread()\n"
+        "encoder.submit(lambda: time.sleep(1))\n"
+        "encoder.submit(lambda: print('sent', flush=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "sent\n", "")

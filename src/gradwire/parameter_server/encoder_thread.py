@@ -1,9 +1,15 @@
-"""A thread that encodes and sends gradients while the backward pass goes on."""
+"""A thread that encodes and sends gradients while the backward pass goes on.
+
+When the interpreter exits, submitted tasks are run first. A thread that is still in torch's code when the interpreter is
+gone ends the process with an abort.
+"""
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +32,7 @@ class EncoderThread:
         self._num_done = 0
         self._error: SyncError | None = None
         self._thread = threads.start("gradwire-encoder", self._run, self._fail)
+        _running.add(self)
 
     def submit(self, task: Callable[[], Any]) -> None:
         """Run `task` after all earlier ones."""
@@ -70,3 +77,12 @@ class EncoderThread:
     def _fail(self, error: SyncError) -> None:
         self._error = error
         self._on_error(error)
+
+
+_running: weakref.WeakSet[EncoderThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for each in list(_running):
+        each.close()

@@ -28,7 +28,7 @@ from gradwire.wire.payload import Payload
 
 
 @dataclass
-class ChunkLayout:
+class LowRankLayout:
     """What stays the same of a chunk's matrices.
 
     Attributes:
@@ -87,7 +87,7 @@ class LowRankCodec(FusionCodec):
         )  # fmt: skip
         return Payload(body)
 
-    def _starts(self, layout: ChunkLayout) -> np.ndarray:
+    def _starts(self, layout: LowRankLayout) -> np.ndarray:
         """Normalized Qᵀ of the step before, or drawn ones, of all matrices."""
         rank, states = self._compressor.rank, np.zeros(_last(layout.long_ends), np.float32)
         begins = [0, *layout.long_ends[:-1].tolist()]
@@ -185,17 +185,17 @@ class LowRankCodec(FusionCodec):
             return None
         return [body[marks.nbytes :].view(np.float32) for body in bodies] or None
 
-    def _finite(self, layout: ChunkLayout, payloads: Sequence[Payload]) -> list[np.ndarray] | None:
+    def _finite(self, layout: LowRankLayout, payloads: Sequence[Payload]) -> list[np.ndarray] | None:
         rows = self._factors(layout.long_ends, payloads)
         return None if rows is None or any(kernels.count_nonfinite(row) for row in rows) else rows
 
-    def _layout(self, chunk: Chunk) -> ChunkLayout:
-        prepared: dict[int, ChunkLayout] = self.group.layout.prepared
+    def _layout(self, chunk: Chunk) -> LowRankLayout:
+        prepared: dict[int, LowRankLayout] = self.group.layout.prepared
         if chunk.index not in prepared:
             prepared[chunk.index] = self._prepare(chunk)
         return prepared[chunk.index]
 
-    def _prepare(self, chunk: Chunk) -> ChunkLayout:
+    def _prepare(self, chunk: Chunk) -> LowRankLayout:
         rank, indices = self._compressor.rank, self.group.members_of(chunk)
         shapes = [matrix(member.spec(Chunk(0, 0, member.count))) for member in self.group.layout.members]
         short_ends = np.cumsum([rank * min(shape) for shape in shapes])
@@ -204,7 +204,7 @@ class LowRankCodec(FusionCodec):
         long_at = long_ends - np.array([rank * max(shapes[index]) for index in indices], np.int64)
         rows = [(*shapes[index], short_at[index], at) for index, at in zip(indices, long_at, strict=True)]
         members = [self.group.layout.members[index] for index in indices]
-        return ChunkLayout(
+        return LowRankLayout(
             np.array(indices, np.int64),
             members,
             np.array(rows, np.int64).reshape(-1, 4),
