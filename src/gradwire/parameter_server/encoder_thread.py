@@ -1,7 +1,7 @@
 """A thread that encodes and sends gradients while the backward pass goes on.
 
-When the interpreter exits, submitted tasks are run first. A thread that is still in torch's code when the interpreter is
-gone ends the process with an abort.
+When the interpreter exits, submitted tasks are run first. A thread that is in torch's code when the interpreter is gone
+ends the process with an abort.
 """
 
 from __future__ import annotations
