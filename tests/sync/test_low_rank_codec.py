@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
+from gradwire.compressors.powersgd import PowerSGD, matrix
 from gradwire.core.errors import SyncError
+from gradwire.core.spec import TensorSpec
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.fusion import FusionGroup, FusionLayout
 from gradwire.sync.fusion_codec import FusionCodec
@@ -138,17 +140,23 @@ def test_all_in_one_call_is_one_by_one(strategy: str, change: Callable[[Gradient
     expect_equal(batched, plain)
 
 
-def test_the_mean_is_that_of_powersgd() -> None:
-    """With the rank of the shorter side, nothing is lost, and the mean is exact."""
-    job = Job(LowRankCodec, "scatter_reduce", rank=16)
-    grads = [
-        [torch.outer(torch.randn(shape[0]), torch.randn(int(np.prod(shape[1:])))).view(shape) for shape in SHAPES]
-        for _ in range(WORLD_SIZE)
-    ]
-    means = job.step(0, grads)
-    for index in (0, 1, 2, 4, 5, 6):
-        expected = sum(own[index] for own in grads) / WORLD_SIZE
-        assert torch.allclose(means[0][index], expected, atol=1e-4)
+@pytest.mark.parametrize("strategy", ["scatter_reduce", "allgather"])
+def test_no_matrix_is_encoded_by_itself_and_a_mean_of_low_rank_is_exact(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("stats", "encode", "accumulate", "finalize"):
+        monkeypatch.setattr(PowerSGD, call, lambda *_, **__: pytest.fail("one by one"))
+    job, generator = Job(LowRankCodec, strategy, rank=8), torch.Generator().manual_seed(1)
+    for step in range(2):
+        draw = [
+            [[torch.randn(size, generator=generator) for size in matrix(TensorSpec(shape))] for shape in SHAPES]
+            for _ in range(WORLD_SIZE)
+        ]
+        grads = [[torch.outer(*pair).view(shape) for pair, shape in zip(own, SHAPES, strict=True)] for own in draw]
+        means = job.step(step, grads)
+        for index in range(len(SHAPES)):
+            expected = sum(own[index] for own in grads) / WORLD_SIZE
+            assert all(torch.allclose(own[index], expected, atol=1e-4) for own in means)
 
 
 @pytest.mark.parametrize("damage", ["short", "marks", "nan"])

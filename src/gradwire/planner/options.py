@@ -190,7 +190,7 @@ def codec_for(tensor: PlannedTensor, spec: str, costs: Costs) -> CodecCosts:
 
 
 def for_ranks(costs: Costs, world_size: int) -> Costs:
-    """Return the costs of a job of another size. Accumulators become as wide as sums over so many ranks need.
+    """Return the costs of a job of another size. Accumulators become as wide as sums over its ranks need.
 
     Args:
         costs: Costs, measured with any number of ranks. If ranks have links of their own, the slowest is kept.

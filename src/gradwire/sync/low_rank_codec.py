@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from gradwire.compressors.powersgd import EXACT_TO, PowerSGD, matrix
+from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import low_rank_groups as groups
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
@@ -66,12 +68,14 @@ class LowRankCodec(FusionCodec):
     @staticmethod
     def suits(group: FusionGroup) -> bool:
         """Whether all tensors of a group are matrices that this rank has used."""
-        entry, dtype = group.layout.entry, group.layout.dtype
-        compressor = entry.compressor
+        layout, compressor = group.layout, group.layout.entry.compressor
         return (
-            isinstance(compressor, PowerSGD) and entry.feedback == "error" and dtype.itemsize == 4 and all(group.used)
-            and all(compressor.is_cut(member.spec(Chunk(0, 0, member.count))) for member in group.layout.members)
-        )  # fmt: skip
+            isinstance(compressor, PowerSGD)
+            and layout.entry.feedback == "error"
+            and layout.dtype == torch.float32
+            and all(group.used)
+            and all(compressor.is_cut(_spec(member)) for member in layout.members)
+        )
 
     # -- the preliminary round -------------------------------------------------------------------------------
 
@@ -196,27 +200,28 @@ class LowRankCodec(FusionCodec):
         return prepared[chunk.index]
 
     def _prepare(self, chunk: Chunk) -> LowRankLayout:
-        rank, indices = self._compressor.rank, self.group.members_of(chunk)
-        shapes = [matrix(member.spec(Chunk(0, 0, member.count))) for member in self.group.layout.members]
-        short_ends = np.cumsum([rank * min(shape) for shape in shapes])
-        short_at = short_ends - [rank * min(shape) for shape in shapes]
-        long_ends = np.cumsum([rank * max(shapes[index]) for index in indices], dtype=np.int64)
-        long_at = long_ends - np.array([rank * max(shapes[index]) for index in indices], np.int64)
-        rows = [(*shapes[index], short_at[index], at) for index, at in zip(indices, long_at, strict=True)]
+        rank, indices = self._compressor.rank, np.array(self.group.members_of(chunk), np.int64)
+        shapes = np.array([matrix(_spec(member)) for member in self.group.layout.members])
+        short, long = rank * shapes.min(1), rank * shapes.max(1)[indices]
+        short_ends, long_ends = short.cumsum(), long.cumsum()
         members = [self.group.layout.members[index] for index in indices]
         return LowRankLayout(
-            np.array(indices, np.int64),
+            indices,
             members,
-            np.array(rows, np.int64).reshape(-1, 4),
+            np.column_stack([shapes[indices], (short_ends - short)[indices], long_ends - long]),
             short_ends[indices],
             long_ends,
-            np.array([1 / max(shapes[index]) ** 0.5 for index in indices], np.float32),
+            np.array([1 / side**0.5 for side in shapes.max(1)[indices].tolist()], np.float32),
             self._residuals.slots([ResidualKey(member.name, member.range) for member in members]),
         )
 
     def _member(self, index: int) -> tuple[AccumulatorCodec, Chunk]:
         codec = self._codecs[index]
         return _accumulating(codec), Chunk(0, 0, codec.layout.count)
+
+
+def _spec(member: TensorLayout) -> TensorSpec:
+    return member.spec(Chunk(0, 0, member.count))
 
 
 def _accumulating(codec: object) -> AccumulatorCodec:
