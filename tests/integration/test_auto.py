@@ -110,24 +110,27 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
 @pytest.mark.root
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_it_compresses_on_a_slow_link_and_looks_again_when_the_link_changes(momentum: float) -> None:
+def test_when_the_link_becomes_slow_it_looks_again_and_compresses(momentum: float) -> None:
+    """That way about, since steps that compress take about as long on both links."""
     lines: list[tuple[int, str]] = []
     moments: list[float] = []
-    with Lab(3, "20mbit") as lab:
+    with Lab(3, "10gbit") as lab:
 
         def on_line(host: int, stream: str, line: str) -> None:
             lines.append((host, line))
             if line.startswith("decided"):
                 moments.append(time.monotonic())
                 if len(moments) == 1:
-                    lab.set_rate("1gbit")
+                    lab.set_rate("10mbit")
 
         command = [sys.executable, "-m", "tests.integration.jobs.auto", "60", "2", str(momentum)]
         lab.run(command, on_line=on_line, cwd=ROOT, timeout=120)
     decisions = [text for _, text in lines if text.startswith("decided")]
     assert len(decisions) == 2, lines
-    assert "at the start: gradwire, " in decisions[0]
-    assert re.search("(steps take|synchronizing takes|frames are under way for) .* after ", decisions[1])
+    assert "at the start: " in decisions[0]
+    assert re.search(
+        "(steps take|synchronizing takes|frames are under way for) .* after .*: gradwire, .*threelc", decisions[1]
+    )
     assert moments[1] - moments[0] <= 45, lines  # 5 to be sure of a change, then measuring and trials; a busy machine
     hashes = {text for _, text in lines if text.startswith("hash")}
     assert len(hashes) == 1
