@@ -48,7 +48,8 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
     """Rows of all runs of one workload at one rate. The first of the methods is compared with the others."""
     method, *rivals = methods
     tuned = rivals if is_auto(method) else methods
-    tried = [(each, size) for each in tuned for size in bucket_sizes(each, BUCKETS_MB)]
+    sizes = {each: BUCKETS_MB if each == method else bucket_sizes(each, BUCKETS_MB) for each in tuned}
+    tried = [(each, size) for each in tuned for size in sizes[each]]
     faster: dict[str, Row] = {}
     for row in _run(task, rate, [tried], seconds / 3, progress, "gradwire.bench.worker"):
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])

@@ -100,12 +100,16 @@ def test_a_group_by_scatter_reduce_shares_a_preliminary_round(method: str, unuse
     for together in (True, False):
         with ranks(world_size, plan) as group:
             found.append(group.each(partial(train, together=together, steps=steps, unused=unused)))
-    for fused, single in zip(*found, strict=True):
+    for rank, (fused, single) in enumerate(zip(*found, strict=True)):
         for name in SHAPES:
             assert torch.equal(fused["means"][name], single["means"][name])
             np.testing.assert_array_equal(fused["residuals"].get(name), single["residuals"].get(name))
+        num_owned = len(range(rank, len(SHAPES), world_size)) if method == "powersgd" else len(SHAPES)
+        num_groups = 2 if method == "powersgd" else 0  # of other owners
         assert fused["received"]["recv stats"] == steps * (world_size - 1)
-        assert single["received"]["recv stats"] == len(SHAPES) * steps * (world_size - 1)
+        assert single["received"]["recv stats"] == num_owned * steps * (world_size - 1)
+        assert fused["received"]["recv reduced stats"] == steps * num_groups
+        assert single["received"]["recv reduced stats"] == steps * (len(SHAPES) - num_owned)
 
 
 @pytest.mark.parametrize("strategy", ["allgather", "scatter_reduce"])

@@ -61,13 +61,13 @@ class Job:
             chunks = layout.chunks(WORLD_SIZE if self.strategy == "scatter_reduce" else 1)
             kind = self.kind if self.kind is FusionCodec or LowRankCodec.suits(group) else FusionCodec
             codecs.append(kind(group, self.residuals[rank], rank, WORLD_SIZE, 5))
-        stats = [
-            self.keep(codec.stats(layout.whole), rank) for rank, (codec, layout) in enumerate(zip(codecs, self.layouts))
-        ]
-        for codec, layout in zip(codecs, self.layouts):
-            codec.reduce_stats(layout.whole, stats)
         for chunk in chunks:
+            stats = [self.keep(codec.stats(chunk), rank) for rank, codec in enumerate(codecs)]
             if self.strategy == "scatter_reduce":
+                reduced = self.keep(codecs[chunk.index].merge_stats(chunk, stats), chunk.index)
+                for rank, codec in enumerate(codecs):
+                    if rank != chunk.index:
+                        codec.take_reduced_stats(chunk, [reduced])
                 others = [
                     self.keep(codecs[rank].start(chunk), rank) for rank in range(WORLD_SIZE) if rank != chunk.index
                 ]
@@ -75,6 +75,8 @@ class Job:
                 for codec in codecs:
                     codec.decode(chunk, [total], 1)
             else:
+                for codec in codecs:
+                    codec.reduce_stats(chunk, stats)
                 payloads = [self.keep(codec.start(chunk), rank) for rank, codec in enumerate(codecs)]
                 for codec in codecs:
                     codec.decode_sum(chunk, payloads)
@@ -159,8 +161,19 @@ def test_no_matrix_is_encoded_by_itself_and_a_mean_of_low_rank_is_exact(
             assert all(torch.allclose(own[index], expected, atol=1e-4) for own in means)
 
 
-@pytest.mark.parametrize("damage", ["short", "marks", "nan"])
-def test_a_damaged_message_names_its_sender(damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "at", "sender"),
+    [
+        ("short", 2, 1),  # statistics, which rank 1 sends to rank 0
+        ("marks", 2, 1),
+        ("short", 4, 0),  # their sum, which rank 0 sends to all
+        ("marks", 4, 0),
+        ("short", 5, 1),  # the first payload after the preliminary round
+        ("marks", 5, 1),
+        ("nan", 5, 1),
+    ],
+)
+def test_a_damaged_message_names_its_sender(damage: str, at: int, sender: int) -> None:
     job = Job(LowRankCodec, "scatter_reduce")
     keep = job.keep
     count = 0
@@ -169,7 +182,7 @@ def test_a_damaged_message_names_its_sender(damage: str) -> None:
         nonlocal count
         count += 1
         kept = keep(payload, rank)
-        if count != WORLD_SIZE + 1:  # the first payload after the preliminary round, of rank 1
+        if count != at:
             return kept
         body = kept.body[:-4] if damage == "short" else kept.body
         if damage == "marks":
@@ -179,5 +192,5 @@ def test_a_damaged_message_names_its_sender(damage: str) -> None:
         return Payload(body, sender=rank)
 
     job.keep = damaged  # type: ignore[method-assign]
-    with pytest.raises(SyncError, match="ank 1"):
+    with pytest.raises(SyncError, match=f"ank {sender}"):
         job.step(0, gradients(0))

@@ -20,8 +20,8 @@ instead of the mean Q. The sum over ranks is the same, and with it every P, Q an
 apart if ranks see different data. A tall matrix is transposed, so that the shorter factor is the one that goes to all
 ranks. Q is drawn from a uniform distribution, and its columns are normalized before use, which changes no P̂. A column
 of P that depends on earlier ones is dropped, and its column of Q is drawn again at the next step, so that a gradient of
-zeros does no harm. The preliminary round is an all-gather instead of an all-reduce. Not written in `gradwire.lang`,
-which has no matrices.
+zeros does no harm. Not every rank finds P̂: the owner of a matrix does, for all ranks, unless all payloads go to all
+ranks (`allgather`). Not written in `gradwire.lang`, which has no matrices.
 """
 # Shapes: M[n, m] the gradient, N = n m, A = min(n, m), B = max(n, m), r = rank, W = ranks
 
@@ -57,6 +57,7 @@ class PowerSGD(ArrayCompressor, SummableCompressor, StatefulCompressor):
 
     name: ClassVar[str] = "powersgd"
     requires_full_tensor = True
+    stats_at_owner = True
     has_finite_sums = True
     state_source: ClassVar[StateSource] = "accumulator"
 

@@ -220,11 +220,20 @@ class _Range:
         return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
 
     def stats(self, ranges: int, members: int | None = None) -> list[Leg]:
-        """Return the preliminary round of several ranges, in which each member (every rank) sends to all others."""
+        """Return the preliminary round of several ranges, in which each member (every rank) sends to all others.
+
+        Or to the owners of the ranges, if there are several, which send the result to all.
+        """
         if not self.codec.needs_stats:
             return []
-        peers, shared = (members or self.costs.world_size) - 1, replace(self, fused=self.group)
-        each = shared.message("fan", self.of(self.codec.stats_bytes), peers, crossing=None if members is None else 1.0)
+        nbytes, peers = self.of(self.codec.stats_bytes), (members or self.costs.world_size) - 1
+        crossing = None if members is None else 1.0
+        if self.codec.stats_at_owner and ranges > 1:
+            encode = self.of(self.codec.stats)
+            to_owners = self.message("fan", nbytes, peers, encode, crossing=crossing)
+            return [to_owners, self.message("fan", nbytes, peers, crossing=crossing)]
+        shared = replace(self, fused=self.group)
+        each = shared.message("fan", nbytes, peers, crossing=crossing)
         sending = peers * (each.encode + each.decode) + shared.task
         return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, shared.task, each.latency, ranges)]
 

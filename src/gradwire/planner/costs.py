@@ -211,6 +211,11 @@ class CodecCosts:
     def needs_stats(self) -> bool:
         return self.stats is not None
 
+    @property
+    def stats_at_owner(self) -> bool:
+        """See `Compressor`. The statistics that grow with a tensor are those whose size depends on its shape."""
+        return self.needs_stats and self.squares
+
     def fused(self, num_tensors: float) -> CodecCosts:
         """Return the costs of each of `num_tensors` tensors that are encoded, decoded or merged in one call."""
         share = 1 - 1 / num_tensors

@@ -176,6 +176,12 @@ class PriceList:
     def _reduce_stats(self, work: Work, count: int) -> float:
         return 0.0
 
+    def _merge_stats(self, work: Work, count: int) -> float:
+        return 0.0
+
+    def _take_reduced_stats(self, work: Work, count: int) -> float:
+        return 0.0
+
 
 def _cost(cost: object, count: int) -> float:
     assert callable(cost), "the codec was measured without one of its operations"

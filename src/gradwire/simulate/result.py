@@ -25,8 +25,10 @@ from gradwire.simulate.workload import Compute
 CAUSES = ("compute", "encode", "merge", "decode", "wire", "server", "processor")
 _CALLS = {
     **dict.fromkeys(("start", "stats", "stats_of_gradient", "encode_dense", "encode_mean", "part"), "encode"),
-    **dict.fromkeys(("encode_and_merge", "reduce_stats", "take_stats", "merge_dense", "sum_parts"), "merge"),
-    **dict.fromkeys(("decode_sum", "decode_dense", "decode_sums", "take"), "decode"),
+    **dict.fromkeys(
+        ("encode_and_merge", "reduce_stats", "merge_stats", "take_stats", "merge_dense", "sum_parts"), "merge"
+    ),
+    **dict.fromkeys(("decode_sum", "decode_dense", "decode_sums", "take", "take_reduced_stats"), "decode"),
 }
 
 _Span = tuple[str, float, float]  # name, beginning and end in seconds

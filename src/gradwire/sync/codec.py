@@ -244,8 +244,26 @@ class PayloadCodec:
             start += length
         self._stats[chunk.index] = self.compressor.finish_stats(reduced, spec)
 
+    def merge_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> Payload:
+        """Reduce the statistics of all ranks as the owner of a chunk. Returns the result, for the other ranks."""
+        self.reduce_stats(chunk, payloads, stage)
+        if not any(payload.used for payload in payloads):
+            return UNUSED
+        return Payload(np.concatenate(self._stats[chunk.index]).view(np.uint8))
+
+    def take_reduced_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        """Take the result of `merge_stats` from the owner of a chunk."""
+        (payload,) = payloads
+        if not payload.used:
+            self.reduce_stats(chunk, [])
+            return
+        with blame(self, payload):
+            expect_bytes(payload, self.stats_bytes(chunk))
+        lengths = [length for length, _ in self.compressor.stats_spec(self.layout.spec(chunk))]
+        self._stats[chunk.index] = np.split(payload.body.view(np.float32), np.cumsum(lengths)[:-1])
+
     def set_stats(self, chunk: Chunk, stats: Sequence[np.ndarray]) -> None:
-        """Set the result of `reduce_stats`, where it was computed for several tensors at once."""
+        """Set the reduced statistics, where they were computed for several tensors at once."""
         self._stats[chunk.index] = stats
 
     # -- dense within a node ---------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ The cost of an operation, a frame and a wake-up is paid once for many tensors. T
   because none of its compressors needs any; what an earlier plan or a loaded state has left of its tensors is added.
 - Compressed tensors with one partition. They keep their own payloads, statistics, random streams and residuals, so a
   group gives the same values as its tensors would one by one. A chunk of a group holds full tensors. If chunks have
-  owners, each tensor has one, the same in every group. A preliminary round is one for the whole group.
+  owners, each tensor has one, the same in every group. A preliminary round is one for the whole group, unless owners
+  reduce its statistics.
 
 Source: HiPress (SOSP 2021), sections 3.2 and 3.4: batch compression and bulk communication. Differences: groups are
 those of a submission, so there is no coordinator. What is fused follows from the partitions of the plan, which the

@@ -91,10 +91,16 @@ class FusionCodec:
         return codec.layout.rotation % codec.world_size == codec.rank
 
     def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
-        members = self._members(chunk)
-        columns = self._columns(payloads, [codec.stats_bytes(full) for codec, full in members])
-        for (codec, full), received in zip(members, columns, strict=True):
+        for codec, full, received in self._received_stats(chunk, payloads):
             codec.reduce_stats(full, received)
+
+    def merge_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> Payload:
+        members = self._received_stats(chunk, payloads)
+        return join(codec.merge_stats(full, received) for codec, full, received in members)
+
+    def take_reduced_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        for codec, full, received in self._received_stats(chunk, payloads):
+            codec.take_reduced_stats(full, received)
 
     # -- one payload for many tensors ------------------------------------------------------------------------
 
@@ -107,17 +113,24 @@ class FusionCodec:
     ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
         """Yield the members of the chunk, each with the payloads of all senders, which have left a stage."""
         members = self._members(chunk)
-        columns = self._columns(payloads, [codec.max_payload_bytes(full, stage) for codec, full in members])
-        for (codec, full), received in zip(members, columns, strict=True):
-            yield codec, full, received
+        return self._columns(members, payloads, [codec.max_payload_bytes(full, stage) for codec, full in members])
 
-    def _columns(self, payloads: Sequence[Payload], max_bytes: Sequence[int]) -> list[list[Payload]]:
-        """Return the payloads of all senders for each member of a chunk."""
+    def _received_stats(
+        self, chunk: Chunk, payloads: Sequence[Payload]
+    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
+        """Yield the members of the chunk, each with the statistics of all senders."""
+        members = self._members(chunk)
+        return self._columns(members, payloads, [codec.stats_bytes(full) for codec, full in members])
+
+    def _columns(
+        self, members: Sequence[tuple[PayloadCodec, Chunk]], payloads: Sequence[Payload], max_bytes: Sequence[int]
+    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
         rows = []
         for payload in payloads:
             with blame(self._codecs[0], payload):
                 rows.append(split(payload, max_bytes))
-        return [list(column) for column in zip(*rows, strict=True)]
+        for (codec, full), column in zip(members, zip(*rows, strict=True), strict=True):
+            yield codec, full, list(column)
 
 
 def join(payloads: Iterable[Payload]) -> Payload:

@@ -23,6 +23,7 @@ from gradwire.kernels.cpu import low_rank_groups as groups
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
 from gradwire.sync.adding_codecs import AccumulatorCodec
 from gradwire.sync.chunk import Chunk
+from gradwire.sync.codec import PayloadCodec
 from gradwire.sync.fusion import FusionGroup
 from gradwire.sync.fusion_codec import USED, FusionCodec, join
 from gradwire.sync.job import TensorLayout
@@ -62,8 +63,9 @@ class LowRankCodec(FusionCodec):
         self._residuals = residuals
         self._world_size = world_size
         self._places = np.array([tensor.data_ptr() for tensor in group.tensors], np.uint64)
-        self._compensated: np.ndarray | None = None  # addresses, once the preliminary round has begun
-        self._bases: np.ndarray | None = None  # of all matrices, once it has ended
+        # By index of the chunk:
+        self._compensated: dict[int, np.ndarray] = {}  # addresses, once the preliminary round has begun
+        self._bases: dict[int, np.ndarray] = {}  # of all its matrices, once it has ended
 
     @staticmethod
     def suits(group: FusionGroup) -> bool:
@@ -81,14 +83,13 @@ class LowRankCodec(FusionCodec):
 
     def stats(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         layout = self._layout(chunk)
-        if len(layout.members) < len(self._places):  # the round is one for the whole group
-            return super().stats(chunk)
-        before, self._compensated = layout.slots.stage([True] * len(layout.members))
+        before, compensated = layout.slots.stage([True] * len(layout.members))
         body, values = self._message(layout.short_ends)
         groups.project(
             layout.table, self._compressor.rank, self._places[layout.indices], np.float32(1 / self._world_size),
-            before, self._compensated, self._starts(layout), values,
+            before, compensated, self._starts(layout), values,
         )  # fmt: skip
+        self._compensated[chunk.index] = compensated
         return Payload(body)
 
     def _starts(self, layout: LowRankLayout) -> np.ndarray:
@@ -102,36 +103,47 @@ class LowRankCodec(FusionCodec):
         units, is_drawn = np.empty_like(states), np.empty(len(layout.members), np.bool_)
         groups.normalize(layout.table, rank, states, layout.lengths, units, is_drawn)
         for index in np.flatnonzero(is_drawn).tolist():
-            codec, full = self._member(layout.indices[index])
+            codec = self._codecs[layout.indices[index]]
+            full = Chunk(0, 0, codec.layout.count)
             begin, end = begins[index], int(layout.long_ends[index])
             side = (end - begin) // rank
             units[begin:end] = self._compressor.start(codec.context(full), side, 1 / side**0.5).reshape(-1)
         return units
 
     def reduce_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        if self._merge_stats(chunk, payloads) is None:
+            super().reduce_stats(chunk, payloads, stage)
+
+    def merge_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> Payload:
+        return self._merge_stats(chunk, payloads) or super().merge_stats(chunk, payloads, stage)
+
+    def _merge_stats(self, chunk: Chunk, payloads: Sequence[Payload]) -> Payload | None:
         layout = self._layout(chunk)
         rows = self._factors(layout.short_ends, payloads)
-        if rows is None or self._compensated is None:
-            super().reduce_stats(chunk, payloads, stage)
-            return
+        if rows is None:
+            return None
         total = rows[0].copy()
         for row in rows[1:]:
             total += row
-        self._bases = np.empty_like(total)
-        groups.orthonormalize(layout.table, self._compressor.rank, total, self._bases)
-        begins = [0, *layout.short_ends[:-1].tolist()]
-        for index, begin, end in zip(layout.indices.tolist(), begins, layout.short_ends.tolist(), strict=True):
-            codec, full = self._member(index)
-            codec.set_stats(full, [self._bases[begin:end]])
+        body, self._bases[chunk.index] = self._message(layout.short_ends)
+        groups.orthonormalize(layout.table, self._compressor.rank, total, self._bases[chunk.index])
+        return Payload(body)
+
+    def take_reduced_stats(self, chunk: Chunk, payloads: Sequence[Payload], stage: int = 0) -> None:
+        rows = self._factors(self._layout(chunk).short_ends, payloads)
+        if rows is None:
+            super().take_reduced_stats(chunk, payloads, stage)
+        else:
+            (self._bases[chunk.index],) = rows
 
     # -- encode, add and decode ------------------------------------------------------------------------------
 
     def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
-        layout = self._layout(chunk)
-        if self._bases is not None and self._compensated is not None:
+        layout, bases = self._layout(chunk), self._bases.get(chunk.index)
+        if bases is not None:
             body, values = self._message(layout.long_ends)
-            places, rank = self._compensated[layout.indices], self._compressor.rank
-            if groups.encode(layout.table, rank, places, self._bases, values, EXACT_TO):
+            places, rank = self._compensated[chunk.index], self._compressor.rank
+            if groups.encode(layout.table, rank, places, bases, values, EXACT_TO):
                 return Payload(body)
         return super().start(chunk)
 
@@ -147,6 +159,14 @@ class LowRankCodec(FusionCodec):
             _accumulating(codec).add_up(full, first, others, stage) for codec, full, (first, *others) in members
         )
 
+    def _members(self, chunk: Chunk) -> list[tuple[PayloadCodec, Chunk]]:
+        """The matrices one by one, with the bases that were found for all of them."""
+        members, bases, ends = super()._members(chunk), self._bases.get(chunk.index), self._layout(chunk).short_ends
+        if bases is not None:
+            for (codec, full), basis in zip(members, np.split(bases, ends[:-1]), strict=True):
+                codec.set_stats(full, [basis])
+        return members
+
     def decode(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> None:
         if not self._decode(chunk, payloads):
             super().decode(chunk, payloads, stage)
@@ -157,14 +177,14 @@ class LowRankCodec(FusionCodec):
 
     def _decode(self, chunk: Chunk, payloads: Sequence[Payload]) -> bool:
         """Write means and stage the summed factors; False if nothing was done."""
-        layout = self._layout(chunk)
-        rows = None if self._bases is None else self._finite(layout, payloads)
+        layout, bases = self._layout(chunk), self._bases.get(chunk.index)
+        rows = None if bases is None else self._finite(layout, payloads)
         if rows is None:
             return False
         total = np.empty(_last(layout.long_ends), np.float32)
         _add(rows, total)
         places, most = self._places[layout.indices], float(np.finfo(np.float32).max) / 2
-        if not groups.decode(layout.table, self._compressor.rank, self._bases, total, places, most):
+        if not groups.decode(layout.table, self._compressor.rank, bases, total, places, most):
             return False
         begins = [0, *layout.long_ends[:-1].tolist()]
         for member, begin, end in zip(layout.members, begins, layout.long_ends.tolist(), strict=True):
@@ -201,23 +221,19 @@ class LowRankCodec(FusionCodec):
 
     def _prepare(self, chunk: Chunk) -> LowRankLayout:
         rank, indices = self._compressor.rank, np.array(self.group.members_of(chunk), np.int64)
-        shapes = np.array([matrix(_spec(member)) for member in self.group.layout.members])
-        short, long = rank * shapes.min(1), rank * shapes.max(1)[indices]
-        short_ends, long_ends = short.cumsum(), long.cumsum()
         members = [self.group.layout.members[index] for index in indices]
+        shapes = np.array([matrix(_spec(member)) for member in members])
+        short, long = rank * shapes.min(1), rank * shapes.max(1)
+        short_ends, long_ends = short.cumsum(), long.cumsum()
         return LowRankLayout(
             indices,
             members,
-            np.column_stack([shapes[indices], (short_ends - short)[indices], long_ends - long]),
-            short_ends[indices],
+            np.column_stack([shapes, short_ends - short, long_ends - long]),
+            short_ends,
             long_ends,
-            np.array([1 / side**0.5 for side in shapes.max(1)[indices].tolist()], np.float32),
+            np.array([1 / side**0.5 for side in shapes.max(1).tolist()], np.float32),
             self._residuals.slots([ResidualKey(member.name, member.range) for member in members]),
         )
-
-    def _member(self, index: int) -> tuple[AccumulatorCodec, Chunk]:
-        codec = self._codecs[index]
-        return _accumulating(codec), Chunk(0, 0, codec.layout.count)
 
 
 def _spec(member: TensorLayout) -> TensorSpec:

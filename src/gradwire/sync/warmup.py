@@ -129,5 +129,5 @@ def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> Non
     elif LowRankCodec.suits(group):
         low_rank = LowRankCodec(group, Residuals(), 0, world_size, 0)
         (chunk,) = group.layout.chunks(1)
-        low_rank.reduce_stats(group.layout.whole, [low_rank.stats(group.layout.whole)])
+        low_rank.reduce_stats(chunk, [low_rank.stats(chunk)])
         low_rank.decode(chunk, [low_rank.encode_and_merge(chunk, [], 1)], 1)

@@ -85,6 +85,8 @@ class Compressor(ABC):
         loses_selected: If true, elements larger than the smallest one sent may stay behind, such as those that lose
             their slot of a hash table. Momentum's factor masking treats them like the ones sent.
         requires_full_tensor: If true, tensors are never cut into ranges, and contexts have the tensor's shape.
+        stats_at_owner: If true, the owner of a range reduces the statistics of all ranks, since they grow with the
+            tensor. If false, every rank sends them to all others and reduces them itself.
         needs_optimizer: If true, `Context.aux` must hold slices of the parameter and the optimizer state.
         range_alignment: Ranges of a tensor begin at multiples of this many elements, a power of two, so that strategies
             with other ranges cut the tensor into the same blocks.
@@ -101,6 +103,7 @@ class Compressor(ABC):
     encode_own_before_merge: bool = False
     loses_selected: bool = False
     requires_full_tensor: bool = False
+    stats_at_owner: bool = False
     needs_optimizer: bool = False
     range_alignment: int = 1
     default_feedback: FeedbackName = "error"
@@ -158,8 +161,8 @@ class Compressor(ABC):
     def finish_stats(self, reduced: Sequence[np.ndarray], spec: TensorSpec) -> Sequence[np.ndarray]:
         """Return what `encode`, `decode` and `finalize` take as `stats`: by default, the reduced values themselves.
 
-        Called once per step on each rank, for what would otherwise be computed from the reduced values several times.
-        Entries keep their lengths, and those that are not finite stay so.
+        Called once per step on each rank, or on the owner only (`stats_at_owner`), for what would otherwise be computed
+        from the reduced values several times. Entries keep their lengths, and those that are not finite stay so.
         """
         return reduced
 

@@ -1,8 +1,8 @@
 """The matrices of a fusion group, which PowerSGD encodes and decodes in one call. The bits are those of one by one.
 
-A table has one row for each matrix, with the columns below. Factors lie one after another: those of the shorter sides
-in the order of the group, those of the longer sides in the order of the table. Addresses are those of contiguous
-float32 arrays. Before anything is written over a gradient or a residual, all factors are known to be finite and small
+A table has one row for each matrix, with the columns below. Factors lie one after another in the order of the table:
+those of the shorter sides in one array, those of the longer sides in another. Addresses are those of contiguous float32
+arrays. Before anything is written over a gradient or a residual, all factors are known to be finite and small
 enough; otherwise the result is False, and the caller encodes or decodes the matrices one by one.
 """
 # Shapes: M = matrices, r = rank; of one matrix: n rows, m columns, A and B its shorter and longer side

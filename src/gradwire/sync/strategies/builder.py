@@ -45,7 +45,7 @@ class Builder(Draft):
         self._find_nodes = nodes
         self._first_stage = self._num_encoders = 0
         self._node_sums: dict[int, tuple[int, list[int]]] = {}  # by chunk: the sum, and the ranks that have one
-        self._has_owners = False
+        self._owners: dict[int, int] = {}  # by chunk
         self._group_round: int | None = None  # the end of a fusion group's preliminary round
 
     def chunks(self) -> list[Chunk]:
@@ -59,12 +59,13 @@ class Builder(Draft):
         ones, not always the same rank is spared. Each rank begins with the chunks of the next rank and ends with its
         own, so that not all ranks send to the same owner first.
         """
-        self._has_owners = True
         chunks, W = self.layout.chunks(self.world_size), self.world_size
         turns = max(W, len(chunks))
         first = self.rank + 1 - self.layout.rotation
         ordered = sorted(chunks, key=lambda chunk: (chunk.index - first) % turns)
-        return [((chunk.index + self.layout.rotation) % W, chunk) for chunk in ordered if chunk.count]
+        found = [((chunk.index + self.layout.rotation) % W, chunk) for chunk in ordered if chunk.count]
+        self._owners = {chunk.index: owner for owner, chunk in found}
+        return found
 
     @property
     def peers(self) -> list[int]:
@@ -158,7 +159,8 @@ class Builder(Draft):
     def _before(self, chunk: Chunk, encoded: bool) -> list[int]:
         """Return the operations after which this rank can encode or add its contribution to a chunk.
 
-        Adds a preliminary round, if the compressor needs one. A fusion group has one for all its tensors.
+        Adds a preliminary round, if the compressor needs one. Small statistics go to all ranks, in one round for all
+        tensors of a fusion group; large ones are reduced by the owner of a chunk, if it has one.
 
         Args:
             encoded: Whether this rank encodes its gradient of the chunk, instead of only adding it.
@@ -169,9 +171,11 @@ class Builder(Draft):
             sums = [total]
         if not self._compressor.needs_stats:
             return sums
-        if isinstance(self.layout, FusionLayout):
+        if self._compressor.stats_at_owner and self._owners:
+            return [*sums, self._round_at_owner(chunk, encoded, sums, members)]
+        if isinstance(self.layout, FusionLayout) and not self._compressor.stats_at_owner:
             if self._group_round is None:
-                encodes_all = not self._has_owners or self._encodes_own(self._first_stage + 1)
+                encodes_all = not self._owners or self._encodes_own(self._first_stage + 1)
                 self._group_round = self._preliminary_round(self.layout.whole, encodes_all, [], members)
             return [self._group_round]
         return [*sums, self._preliminary_round(chunk, encoded, sums, members)]
@@ -185,3 +189,20 @@ class Builder(Draft):
             self.send_frame(mine, peer, FrameKind.STATS, chunk, stage, "send stats")
             rows[peer] = self.recv_frame(peer, FrameKind.STATS, chunk, stage, "recv stats")
         return self.add("merge", "reduce_stats", "merge stats", chunk, [rows[rank] for rank in members])
+
+    def _round_at_owner(self, chunk: Chunk, encoded: bool, after: Sequence[int], members: Sequence[int]) -> int:
+        """Send statistics of a chunk to its owner, which reduces those of all members and sends them the result."""
+        call, stage, owner = "stats" if encoded else "stats_of_gradient", self._first_stage, self._owners[chunk.index]
+        mine = self.add("encode", call, "encode stats", chunk, after=after, frame=FrameKind.STATS)
+        if owner != self.rank:
+            self.send_frame(mine, owner, FrameKind.STATS, chunk, stage, "send stats")
+            reduced = self.recv_frame(owner, FrameKind.STATS, chunk, stage, "recv reduced stats")
+            return self.add("decode", "take_reduced_stats", "decode reduced stats", chunk, [reduced])
+        others = [peer for peer in self.peers if peer in members]
+        rows = {peer: self.recv_frame(peer, FrameKind.STATS, chunk, stage, "recv stats") for peer in others}
+        rows[owner] = mine
+        ordered = [rows[rank] for rank in members]
+        reduced = self.add("merge", "merge_stats", "merge stats", chunk, ordered, frame=FrameKind.STATS)
+        for peer in others:
+            self.send_frame(reduced, peer, FrameKind.STATS, chunk, stage, "send reduced stats")
+        return reduced
