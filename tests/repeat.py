@@ -89,8 +89,10 @@ class Recorder:
     def __init__(self, folder: Path, of: str, end: float) -> None:
         self._folder, self._commit, self._end = folder, of, end
         self.failed: set[str] = set()
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
         if report.failed and report.nodeid not in self.failed:
             self.failed.add(report.nodeid)  # by its first phase that fails; a crashed process has no others
             self._write(report, "failed", {"output": self._keep(report)})
@@ -110,6 +112,7 @@ class Recorder:
 
     def _write(self, report: pytest.TestReport, ended: str, more: dict[str, str]) -> None:
         row = {"commit": self._commit, "test": report.nodeid, "ended": ended, "at": round(time.time())}
+        row["seconds"] = round(self._seconds.pop(report.nodeid), 2)
         with (self._folder / "ends.jsonl").open("a") as file:
             file.write(json.dumps(row | more) + "\n")
 
@@ -186,7 +189,7 @@ def main(
         due = [name for name in missing if name not in recorder.failed]  # what has failed waits for its repair
         if not due:
             break
-        options = ["-n", str(processes), "--dist", "loadfile", "--timeout", "400", "--tb", "short", *chosen[:5], *due]
+        options = ["-n", str(processes), "--dist", "worksteal", "--timeout", "400", "--tb", "short", *chosen[:5], *due]
         if pytest.main(options, plugins=[recorder]) > pytest.ExitCode.TESTS_FAILED:
             break  # Ctrl-C, or pytest cannot go on
     add_ends(folder, record)
