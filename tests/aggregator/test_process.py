@@ -252,12 +252,12 @@ def test_a_worker_that_finishes_early_ends_the_job_on_all_workers(job):
 @pytest.mark.parametrize("udp", [False, True])
 def test_a_worker_that_holds_up_a_result_is_named(job, udp):
     clients = job.join(
-        job.serve(udp=udp), jobs.config(), connection=ConnectionOptions(stall_timeout=timedelta(seconds=0.3))
+        job.serve(udp=udp), jobs.config(), connection=ConnectionOptions(stall_timeout=timedelta(seconds=2))
     )
     waiting = [submit_all(client, 0) for client in clients[:2]]
     for results in waiting:
         with pytest.raises(
-            SyncError, match=r"Workers \[2\] are connected, but did not send round 0 of stream \d within 0.3 s"
+            SyncError, match=r"Workers \[2\] are connected, but did not send round 0 of stream \d within 2 s"
         ):
             results[0][1].result(WAIT)
     error = job.end()
