@@ -10,7 +10,7 @@ The gradient of a parameter of shape (n, ...) is a matrix M with n rows, with sh
 Biased, with error feedback. Exact for matrices of rank up to r. If the factors take as many bytes as the matrix, as for
 all vectors, the elements travel as float32, which also add up.
 
-Every rank forms P̂ and P̂ (ΣQ)ᵀ from the same bits, by additions and multiplications in a fixed order, so that replicas
+Whoever forms P̂ or P̂ (ΣQ)ᵀ has the same bits to start from, and adds and multiplies in a fixed order, so that replicas
 stay equal across machines of different kinds.
 
 Body: P̂ᵀ, r rows of A float32, unless it was shared; Qᵀ, r rows of B float32. Or N float32.

@@ -22,6 +22,9 @@ from gradwire.wire.payload import Payload
 USED, _NONFINITE = 1 << 31, 1 << 30
 _LENGTH = _NONFINITE - 1
 
+Received = tuple[PayloadCodec, Chunk, list[Payload]]
+"""A tensor of a group: its codec, all of it as a chunk, and a payload from each sender."""
+
 
 class FusionCodec:
     """Encodes, merges and decodes the members one by one. Operations take it for a `PayloadCodec`.
@@ -108,23 +111,20 @@ class FusionCodec:
         codecs = [self._codecs[index] for index in self.group.members_of(chunk)]
         return [(codec, Chunk(0, 0, codec.layout.count)) for codec in codecs]
 
-    def _received(
-        self, chunk: Chunk, payloads: Sequence[Payload], stage: int
-    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
+    def _received(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Iterator[Received]:
         """Yield the members of the chunk, each with the payloads of all senders, which have left a stage."""
         members = self._members(chunk)
         return self._columns(members, payloads, [codec.max_payload_bytes(full, stage) for codec, full in members])
 
-    def _received_stats(
-        self, chunk: Chunk, payloads: Sequence[Payload]
-    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
+    def _received_stats(self, chunk: Chunk, payloads: Sequence[Payload]) -> Iterator[Received]:
         """Yield the members of the chunk, each with the statistics of all senders."""
         members = self._members(chunk)
         return self._columns(members, payloads, [codec.stats_bytes(full) for codec, full in members])
 
     def _columns(
         self, members: Sequence[tuple[PayloadCodec, Chunk]], payloads: Sequence[Payload], max_bytes: Sequence[int]
-    ) -> Iterator[tuple[PayloadCodec, Chunk, list[Payload]]]:
+    ) -> Iterator[Received]:
+        """Yield members, each with the payloads of all senders. Payloads have at most `max_bytes`."""
         rows = []
         for payload in payloads:
             with blame(self._codecs[0], payload):
