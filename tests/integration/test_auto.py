@@ -108,7 +108,7 @@ def test_what_takes_long_and_what_is_decided_is_seen_without_a_configured_log() 
 
 @pytest.mark.ci
 @pytest.mark.root
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(220)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_when_the_link_becomes_slow_it_looks_again_and_compresses(momentum: float) -> None:
     """That way about, since steps that compress take about as long on both links."""
@@ -121,16 +121,17 @@ def test_when_the_link_becomes_slow_it_looks_again_and_compresses(momentum: floa
             if line.startswith("decided"):
                 moments.append(time.monotonic())
                 if len(moments) == 1:
-                    lab.set_rate("10mbit")
+                    lab.set_rate("30mbit")
 
         command = [sys.executable, "-m", "tests.integration.jobs.auto", "60", "2", str(momentum)]
-        lab.run(command, on_line=on_line, cwd=ROOT, timeout=120)
+        lab.run(command, on_line=on_line, cwd=ROOT, timeout=200)
     decisions = [text for _, text in lines if text.startswith("decided")]
     assert len(decisions) == 2, lines
     assert "at the start: " in decisions[0]
     assert re.search(
         "(steps take|synchronizing takes|frames are under way for) .* after .*: gradwire, .*threelc", decisions[1]
     )
-    assert moments[1] - moments[0] <= 45, lines  # 5 to be sure of a change, then measuring and trials; a busy machine
+    # 5 seconds to be sure of a change, then measuring and trials, which a machine that runs other tests too slows down.
+    assert moments[1] - moments[0] <= 60, lines
     hashes = {text for _, text in lines if text.startswith("hash")}
     assert len(hashes) == 1

@@ -267,7 +267,7 @@ def small_tensors(rank: int, world_size: int) -> list[str]:
 
 
 def lab_main() -> None:
-    """A rank in the lab: prints decisions with their times, up to a number of decisions or seconds.
+    """A rank in the lab: prints decisions with their times, up to a number of them or of seconds without one.
 
     With a momentum above 0, it is applied before compression.
     """
@@ -283,19 +283,18 @@ def lab_main() -> None:
     assert handle.autopilot is not None
     data = torch.randn(8, 384, generator=torch.Generator().manual_seed(dist.get_rank()))
     deadline = time.monotonic() + limit
-    last, told = time.monotonic(), 0
+    told = 0
     while True:
         optimizer.zero_grad()
         ddp(data).square().mean().backward()
         optimizer.step()
-        now = time.monotonic()
         if len(handle.autopilot.decisions) > told:
             told = len(handle.autopilot.decisions)
             if dist.get_rank() == 0:
                 print(f"decided {handle.synchronizer.step} {handle.autopilot.decisions[-1]}", flush=True)
             time.sleep(1.0)  # time for the links to change before the first step that is watched
-        last = now
-        over = torch.tensor([float(len(handle.autopilot.decisions) >= wanted or last > deadline)])
+            deadline = time.monotonic() + limit
+        over = torch.tensor([float(told >= wanted or time.monotonic() > deadline)])
         dist.all_reduce(over)
         if over > 0:
             break
