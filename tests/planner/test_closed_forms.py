@@ -14,6 +14,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import FORMS, Leg, native_seconds, route
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.options import PlannedTensor, codec_for
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan
 from tests.planner.machines import SPECS, any_costs, codecs, costs
@@ -149,6 +150,23 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
         plan = Plan({"w": spec}, strategy=strategy, partitions=partitions)
         found = step(SimulatedModel([tensor]), plan, cluster, job, fold=False).seconds
         assert route(spec, strategy, partitions, numel, job).seconds == pytest.approx(found, rel=0.09)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("strategy", sorted(FORMS.keys() - {"sparse_reduce"}))
+def test_forms_of_statistics_that_an_owner_reduces_agree_with_their_graphs(strategy, world_size):
+    """PowerSGD: one range a matrix, and bytes by its shape."""
+    shape = (1 << 15, 64)
+    for rate in (1e8, 1e9, 1e10):
+        job = costs(world_size, rate)
+        job = replace(job, codecs={"none": job.codecs["none"], "powersgd": replace(job.codecs["lanes"], squares=True)})
+        of_shape = codec_for(PlannedTensor("w", shape), "powersgd", job)
+        assert of_shape.stats_bytes(1 << 21) > 1000
+        cluster = Cluster(world_size, SimulatedLink(rate, 1e-4, header_bytes=0))
+        plan = Plan({"w": "powersgd"}, strategy=strategy, partitions=1)
+        found = step(SimulatedModel([SimulatedGradient("w", shape, 0.0)]), plan, cluster, job, fold=False).seconds
+        job = replace(job, codecs={**job.codecs, "powersgd": of_shape})
+        assert route("powersgd", strategy, 1, 1 << 21, job).seconds == pytest.approx(found, rel=0.04)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
