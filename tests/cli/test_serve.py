@@ -21,6 +21,8 @@ from gradwire.cli.app import build_app
 from gradwire.core.errors import SyncError
 from tests.net.certificates import Authority
 
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from gradwire.cli import main; main()"
+
 
 def serve(*arguments: str):
     return CliRunner().invoke(build_app(), ["serve", *arguments])
@@ -141,7 +143,8 @@ def test_a_signal_is_told_to_the_workers_at_once(kind, number):
 
 
 def test_workers_add_up_with_it():
-    command = [sys.executable, "-m", "gradwire.cli", "serve", "--aggregate", "--udp", "--workers", "2", "--port", "0"]
+    """Its process has no torch."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, "serve", "--aggregate", "--udp", "--workers", "2", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         port = re.search(r":(\d+)$", server.stdout.readline()).group(1)

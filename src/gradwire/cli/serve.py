@@ -102,16 +102,12 @@ def serve(
 
     Example: gradwire serve --aggregate --workers 4 --host 10.0.0.9 --xdp eth0
     """
-    from gradwire.aggregator.options import AggregationOptions
-    from gradwire.aggregator.process import AggregationServer
     from gradwire.bench.users import load_module, users_code
     from gradwire.core.errors import GradwireError, ServerStoppedError
     from gradwire.net.address import parse_address
     from gradwire.net.server import Server, stopped_by_signals
     from gradwire.net.tls import TlsFiles
     from gradwire.observe.exposition import MetricsServer
-    from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-    from gradwire.parameter_server.shard import optimizer_class
 
     if parameters == aggregate:
         raise typer.BadParameter("Pass either --parameters or --aggregate.")
@@ -129,6 +125,8 @@ def serve(
     for module in modules:
         load_module(module)
     for path in optimizer:
+        from gradwire.parameter_server.shard import optimizer_class
+
         if "." not in path:
             raise typer.BadParameter(f"--optimizer takes an import path such as my_module.MyOptimizer, not {path!r}.")
         load_module(path.rpartition(".")[0])
@@ -147,13 +145,18 @@ def serve(
                 where = metrics_host, metrics_port
                 metrics = stack.enter_context(MetricsServer(where, lambda: server.counts()))
             if parameters:
+                from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
+
                 stall = timedelta(seconds=stall_timeout)
                 server = ParameterServer(
                     ParameterServerOptions(
                         **common, stall_timeout=stall, state=state, fsync=fsync, optimizers=tuple(optimizer)
                     )
                 )
-            else:
+            else:  # which needs no torch
+                from gradwire.aggregator.options import AggregationOptions
+                from gradwire.aggregator.process import AggregationServer
+
                 group = parse_address(multicast) if multicast else None
                 guard = "crc32c" if trust_network else "siphash"
                 server = AggregationServer(

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gradwire.core.element_codes import ELEMENT_CODES
 from gradwire.core.errors import UnknownNameError
 
-# Element types and their codes on the wire, which are never reused.
-ELEMENT_TYPES: dict[torch.dtype, int] = {
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.float64: 4,
-}
+ELEMENT_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in ELEMENT_CODES.items()}
+"""Element types of a gradient, and their codes on the wire."""
 
 
 @dataclass(frozen=True)

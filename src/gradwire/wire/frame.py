@@ -42,8 +42,8 @@ from enum import IntEnum, IntFlag
 import google_crc32c
 import numpy as np
 
+from gradwire.core.element_codes import ELEMENT_CODES
 from gradwire.core.errors import FrameError
-from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.wire.mac import TAG_BYTES, FrameMac
 
 MAGIC = b"GWF1"
@@ -59,7 +59,7 @@ _CHECKSUM_AT = 64
 _VERSION_AT = 4
 _ZERO_CHECKSUM = b"\x00\x00\x00\x00"
 _INDEX_LIMIT = 1 << 63
-_DTYPE_CODES = frozenset({0, *ELEMENT_TYPES.values()})
+_DTYPE_CODES = frozenset({0, *ELEMENT_CODES.values()})
 
 
 class FrameKind(IntEnum):
@@ -135,7 +135,7 @@ class Header:
         flags: State of the sender's gradient.
         sender: Sending rank.
         stage: Index of this encode on the path; 0 for a rank's own gradient.
-        dtype: Code of the element type in `ELEMENT_TYPES`, or 0.
+        dtype: Code of the element type in `ELEMENT_CODES`, or 0.
         epoch: 64-bit id of the job's group. Frames of another epoch are refused.
         round: Synchronization round.
         tensor: Index of the tensor in the group's agreed order.
