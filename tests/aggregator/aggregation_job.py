@@ -18,8 +18,8 @@ from gradwire.aggregator.process import AggregationServer
 from gradwire.aggregator.session import SessionConfig
 from gradwire.net.reconnecting import HEARTBEAT
 from gradwire.wire.frame import FrameFlags
-from tests.parameter_server.processes import run
 from tests.schedules import jobs
+from tests.server_processes import run
 
 WAIT = 30.0
 SHORT = 4 * HEARTBEAT
@@ -71,7 +71,7 @@ def aggregation_job() -> Iterator[Job]:
 
 
 def serve_process(pipe: Any, port: int, options: dict[str, Any]) -> None:
-    """Run a server in a process of its own; see `tests.parameter_server.processes.Process`."""
+    """Run a server in a process of its own; see `tests.server_processes.Process`."""
     run(pipe, AggregationServer(AggregationOptions(port=port, **options)))
 
 

@@ -18,8 +18,8 @@ from gradwire.aggregator.client import AggregationClient
 from gradwire.core.errors import SyncError
 from tests.aggregator.aggregation_job import WAIT, check_round, serve_process, submit_all
 from tests.aggregator.lost_results import lose_results_and_server
-from tests.parameter_server.processes import Process
 from tests.schedules import jobs
+from tests.server_processes import Process
 
 
 class Relay:

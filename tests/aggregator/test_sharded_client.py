@@ -18,8 +18,8 @@ from gradwire.core.errors import OptionError, SyncError
 from gradwire.net.client import ConnectionOptions
 from gradwire.wire.frame import FrameFlags
 from tests.aggregator.aggregation_job import SHORT, WAIT, Job, check_round, serve_process, submit_all
-from tests.parameter_server.processes import Process
 from tests.schedules import jobs
+from tests.server_processes import Process
 
 Address = tuple[str, int]
 

@@ -1,8 +1,7 @@
-"""Parameter servers and workers as processes of their own."""
+"""Parameter servers and workers for processes of their own; see `tests.server_processes.Process`."""
 
 from __future__ import annotations
 
-import os
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +11,8 @@ import torch
 
 import gradwire as gw
 from gradwire.core.errors import GradwireError
-from gradwire.net.server import Server, stopped_by_signals
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from tests.forks import forks
-
-PATIENCE = 120.0
+from tests.server_processes import run
 
 
 def build() -> torch.nn.Module:
@@ -30,37 +26,6 @@ def batch(worker: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :5].argmax(1)
 
 
-class Process:
-    """One process, and the pipe to it."""
-
-    def __init__(self, target: Any, *arguments: Any) -> None:
-        self.pipe, theirs = forks.Pipe()
-        self.process = forks.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hear(self, what: str, seconds: float = PATIENCE) -> Any:
-        """Wait for a message of this kind and return what it says."""
-        heard = []
-        while self.pipe.poll(seconds):
-            try:
-                kind, said = self.pipe.recv()
-            except EOFError:
-                break
-            if kind == what:
-                return said
-            heard.append((kind, said))
-        raise AssertionError(f"no {what} within {seconds} s, but {heard[-3:]}")
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
 def serve(pipe: Any, workers: int, port: int, state: str | None, timeout: float, patience: float) -> None:
     try:
         options = ParameterServerOptions(
@@ -71,17 +36,6 @@ def serve(pipe: Any, workers: int, port: int, state: str | None, timeout: float,
     except BaseException as error:
         pipe.send(("failed", repr(error)))
         raise
-
-
-def run(pipe: Any, server: Server) -> None:
-    """Serve, and say the port first and the error last."""
-    try:
-        with stopped_by_signals(server):
-            pipe.send(("port", server.address[1]))
-            server.run(lambda text: None)
-        pipe.send(("ended", ""))
-    except GradwireError as error:
-        pipe.send(("ended", f"{type(error).__name__}: {error}"))
 
 
 def work(

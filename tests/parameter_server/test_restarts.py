@@ -13,7 +13,8 @@ import pytest
 
 from gradwire.core.errors import StateError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from tests.parameter_server.processes import Process, serve, work
+from tests.parameter_server.processes import serve, work
+from tests.server_processes import Process
 
 
 class Job:
