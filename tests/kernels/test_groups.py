@@ -214,7 +214,7 @@ def test_the_sender_of_a_short_payload_is_named(method: str) -> None:
     members = [TensorLayout(f"t{index}", index, entry, torch.float32, 300, rotation=index) for index in range(2)]
     values = [torch.randn(300, generator=torch.Generator().manual_seed(index)) for index in range(2)]
     group = FusionGroup(FusionLayout(members), values, [True] * 2, 0, 0)
-    compiled = BatchCodec.compiled_of(group)
+    compiled = BatchCodec.compiled_of(group, Residuals())
     assert compiled is not None
     codec, (chunk,) = BatchCodec(group, Residuals(), 0, 2, 0, compiled), group.layout.chunks(1)
     good = codec.start(chunk)

@@ -36,6 +36,21 @@ def test_compensate_agrees(dtype, length):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
+def test_advance_velocity_agrees(dtype, length):
+    velocity = random_normal(length, seed=1)
+    for x in gradients(dtype, length):
+
+        def call(kernels, x=x):
+            out, in_place = empty(length, "float32"), velocity.copy()
+            kernels.advance_velocity(x, 0.3, velocity, 0.9, out)
+            kernels.advance_velocity(x, 0.3, in_place, 0.9, in_place)
+            return [out, in_place]
+
+        assert_backends_agree(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
 def test_accumulate_agrees(dtype, length):
     for x in gradients(dtype, length):
 

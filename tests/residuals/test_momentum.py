@@ -64,11 +64,19 @@ def test_velocities_are_sent_or_in_the_residual(codec, masking: bool) -> None:
         stopped = sent != 0
         if codec.loses_selected:
             stopped |= np.abs(before + now) > np.abs(sent[stopped]).min()
-        velocity = np.where(stopped, 0, now) if masking else now
+        velocity = np.where(stopped, 0, now) if masking and codec.sparse else now
         produced, applied = produced + now, applied + sent
         np.testing.assert_allclose(residuals.source(VELOCITY), velocity, atol=1e-4)
     np.testing.assert_allclose(applied + residuals.total()["fc.weight"], produced, atol=1e-3)
     assert np.count_nonzero(applied) > 0
+
+
+def test_compressors_that_send_all_elements_keep_their_velocities() -> None:
+    residuals, grad = Residuals(), normal(SIZE)
+    sent = step(MomentumCorrection(0.9), compressors.make("onebit"), grad, residuals)
+    residuals.commit()
+    assert sent.all()
+    np.testing.assert_array_equal(residuals.source(VELOCITY), grad.numpy())
 
 
 def test_elements_that_lose_a_collision_lose_their_velocity() -> None:

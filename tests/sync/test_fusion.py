@@ -18,8 +18,8 @@ import torch
 from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
-from gradwire.residuals.transaction import Residuals
+from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
+from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync import fusion
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
@@ -173,7 +173,7 @@ def group_of(sizes: Sequence[tuple[int, int]], entry: PlanEntry, dtype: torch.dt
 def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[BatchCodec, Chunk]:
     """The codec of two tensors in one chunk."""
     group = group_of([(0, 300), (1, 300)], PlanEntry(make(method), feedback=make(method).default_feedback), dtype)
-    compiled = BatchCodec.compiled_of(group)
+    compiled = BatchCodec.compiled_of(group, Residuals())
     assert compiled is not None
     codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled)
     (chunk,) = group.layout.chunks(1)
@@ -191,6 +191,49 @@ def test_other_element_types_are_rounded_once(method: str, dtype: torch.dtype) -
     found = [each.clone() for each in codec.group.tensors]
     single.decode_sum(chunk, [one, one])
     assert all(map(torch.equal, found, codec.group.tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["onebit", "threelc", "topk", "int8"])
+def test_velocities_are_those_of_tensors_one_by_one(method: str, dtype: torch.dtype) -> None:
+    """Over three steps, the second of which is rolled back; the other tensor is unused in the third."""
+    entry = PlanEntry(make(method), "allgather", feedback="momentum:masking=False")
+    group = group_of([(0, 300), (1, 70)], entry, dtype)
+    (chunk,) = group.layout.chunks(1)
+    states = Residuals(), Residuals()
+    for step in range(3):
+        group.step, group.used = step, [True, step < 2]
+        for index, tensor in enumerate(group.tensors):
+            tensor.copy_(torch.randn(tensor.numel(), generator=torch.Generator().manual_seed(10 * step + index)))
+        compiled = BatchCodec.compiled_of(group, states[0])
+        assert compiled is not None
+        one = BatchCodec(group, states[0], 0, 2, 0, compiled).start(chunk)
+        other = FusionCodec(group, states[1], 0, 2, 0).start(chunk)
+        assert one.body.tobytes() == other.body.tobytes() and one.flags == other.flags
+        for state in states:
+            state.rollback() if step == 1 else state.commit()
+    one, other = (state.state_dict() for state in states)
+    assert set(one) == set(other) and "velocity" in one
+    for role in ("local", "velocity"):
+        assert {name: list(each) for name, each in one[role].items()} == {
+            name: list(each) for name, each in other[role].items()
+        }
+        for name, slices in one[role].items():
+            assert all(torch.equal(values, other[role][name][offset]) for offset, values in slices.items())
+
+
+def test_velocities_go_one_by_one_where_compiled_calls_lack_something() -> None:
+    def is_compiled(feedback: str, method: str = "onebit", strategy: str = "allgather") -> bool:
+        group = group_of([(0, 300)], PlanEntry(make(method), strategy, feedback=feedback))
+        return BatchCodec.compiled_of(group, residuals) is not None
+
+    residuals = Residuals()
+    assert is_compiled("momentum") and is_compiled("momentum", "int8") and is_compiled("momentum:masking=False", "topk")
+    for option in ("nesterov=True", "clip=1.0"):
+        assert not is_compiled(f"momentum:{option}")
+    assert not is_compiled("momentum", "topk")  # masking
+    residuals.add(ResidualKey("t0", ElementRange(0, 300)), np.ones(300, np.float32))
+    assert not is_compiled("momentum", "int8"), "a residual of an earlier plan is sent, too"
 
 
 def test_a_gradient_that_is_not_finite_marks_its_tensor_and_the_mean() -> None:

@@ -13,7 +13,8 @@ velocity per residual (8 bytes per element) and, with masking, one decode of the
 
 Source: DGC (Lin et al. 2018), sections 3.2 and 3.3, algorithm 4. Differences: gradients are clipped per tensor, as in
 the authors' code, not by the norm of the whole model, because backward produces them one by one. Weight decay stays in
-the optimizer, outside the momentum: multiplied by 1 / (1 - m), it pulls as before.
+the optimizer, outside the momentum: multiplied by 1 / (1 - m), it pulls as before. Compressors that are not sparse have
+momentum correction too, without masking.
 """
 # Shapes: N = elements of the tensor or range, W = ranks
 
@@ -27,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.compressors.base import options
+from gradwire.compressors.base import Compressor, options
 from gradwire.core.errors import OptionError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import as_array
@@ -42,16 +43,15 @@ class MomentumCorrection(ErrorFeedback):
     Args:
         momentum: Momentum factor m, at least 0 and below 1.
         nesterov: Whether to contribute g / W + m u instead of u.
-        masking: Whether to reset the velocity of each element that has just been sent, so that stale momentum does not
-            overshoot (momentum factor masking). Also of those selected but lost to a collision; see
-            `Compressor.loses_selected`.
+        masking: Whether to reset the velocity of each element that a sparse compressor has just sent, so that stale
+            momentum does not overshoot (momentum factor masking). Also of those selected but lost to a collision; see
+            `Compressor.loses_selected`. Others, such as `onebit`, send all elements: no momentum would be left.
         clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W). 0 disables
             clipping.
     """
 
     name: ClassVar[str] = "momentum"
     has_velocity = True
-    is_compiled = False
 
     def __init__(
         self, momentum: float = 0.9, *, nesterov: bool = False, masking: bool = True, clip: float = 0.0
@@ -101,6 +101,16 @@ class MomentumCorrection(ErrorFeedback):
         """Options by name."""
         return {key: getattr(self, key) for key in ("clip", "masking", "momentum", "nesterov")}
 
+    def keeps_residuals(self, compressor: Compressor) -> bool:
+        return not (compressor.exact or compressor.unbiased)
+
+    def is_compiled(self, compressor: Compressor) -> bool:
+        merges = compressor.exact  # only exact ones travel by strategies that do
+        return not (merges or self.nesterov or self.clip or self._masks(compressor))
+
+    def _masks(self, compressor: Compressor) -> bool:
+        return self.masking and compressor.sparse and self.keeps_residuals(compressor)
+
     def contribution(self, own: EncodeInput) -> EncodeInput:
         """Stage the rank's velocity, and return it in place of its gradient."""
         grad = as_array(own.grad)
@@ -108,9 +118,10 @@ class MomentumCorrection(ErrorFeedback):
         key = replace(own.key, role="velocity")
         before = own.residuals.source(key)
         velocity = own.residuals.stage(key)
-        if before is not None:
-            np.multiply(before, np.float32(self.momentum), out=velocity)
-        kernels.compensate(grad, scale, None if before is None else velocity, velocity)
+        if before is None:
+            kernels.compensate(grad, scale, None, velocity)
+        else:
+            kernels.advance_velocity(grad, scale, before, self.momentum, velocity)
         if self.nesterov:
             ahead = np.float32(self.momentum) * velocity
             kernels.compensate(grad, scale, ahead, ahead)
@@ -127,11 +138,10 @@ class MomentumCorrection(ErrorFeedback):
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         compressor, _, ctx, residuals, key, _ = source
-        keeps_nothing = compressor.exact or compressor.unbiased
-        if keeps_nothing and residuals.source(key) is None:
+        if not self.keeps_residuals(compressor) and residuals.source(key) is None:
             return compressor.encode(source.grad, ctx, stats, scale=source.scale)
         payload = super().encode(source, stats)
-        if self.masking and key.role == "local" and not keeps_nothing and not payload.nonfinite:
+        if self._masks(compressor) and key.role == "local" and not payload.nonfinite:
             sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)
             velocity = residuals.stage(replace(key, role="velocity"))
             np.copyto(velocity, np.float32(0), where=self._selected(source, as_array(sent)))

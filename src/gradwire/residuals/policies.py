@@ -56,8 +56,6 @@ class Policy(ABC):
 
     name: ClassVar[str]
     has_velocity: ClassVar[bool] = False
-    is_compiled: ClassVar[bool] = False
-    """Whether compiled encodes with and without residuals do all that this policy does."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,6 +66,14 @@ class Policy(ABC):
         default = type(self)().options
         changed = {key: value for key, value in sorted(self.options.items()) if value != default[key]}
         return ":".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
+
+    def keeps_residuals(self, compressor: Compressor) -> bool:
+        """Whether this policy keeps what a compressor leaves out."""
+        return True
+
+    def is_compiled(self, compressor: Compressor) -> bool:
+        """Whether the compiled calls for fusion groups do all that this policy does; see `gradwire.sync.batch`."""
+        return False
 
     def contribution(self, own: EncodeInput) -> EncodeInput:
         """Return what stands for a rank's own gradient in this step. Called once per step and range."""
@@ -104,7 +110,12 @@ class NoFeedback(Policy):
     """Encodes the gradient alone: for compressors that are exact or unbiased."""
 
     name: ClassVar[str] = "none"
-    is_compiled: ClassVar[bool] = True
+
+    def keeps_residuals(self, compressor: Compressor) -> bool:
+        return False
+
+    def is_compiled(self, compressor: Compressor) -> bool:
+        return True
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         return source.compressor.encode(source.grad, source.ctx, stats, scale=source.scale)
@@ -123,7 +134,9 @@ class ErrorFeedback(Policy):
     """Encodes the gradient plus its residual, in one sweep if the compressor can: for biased compressors."""
 
     name: ClassVar[str] = "error"
-    is_compiled: ClassVar[bool] = True
+
+    def is_compiled(self, compressor: Compressor) -> bool:
+        return True
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         compressor, grad, ctx, residuals, key, scale = source

@@ -23,7 +23,7 @@ from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
-from gradwire.residuals import policies
+from gradwire.residuals import MomentumCorrection, policies
 from gradwire.residuals.slices import Role
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
 from gradwire.sync.adding_codecs import make_codec
@@ -65,6 +65,8 @@ class BatchCodec:
 
     Args:
         compiled: Result of `compiled_of`.
+
+    With momentum correction, strategies never merge, so velocities are needed in `start` only.
     """
 
     def __init__(
@@ -76,28 +78,44 @@ class BatchCodec:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._feedback = group.layout.entry.feedback != "none"
+        policy = policies.get(group.layout.entry.feedback)
+        self._momentum = policy.momentum if isinstance(policy, MomentumCorrection) else None
+        self._feedback = policy.keeps_residuals(group.layout.entry.compressor)
         self._places = np.array([tensor.data_ptr() for tensor in group.tensors], np.uint64)
         self._own_places = self._places * np.array(group.used, np.uint64)
         self._like = as_input(as_array(torch.empty(0, dtype=group.layout.dtype)))
         self._decode_sum = np.uint64(groups.decoder(compiled.decode_sum))
 
     @staticmethod
-    def compiled_of(group: FusionGroup) -> Compiled | None:
+    def compiled_of(group: FusionGroup, residuals: Residuals) -> Compiled | None:
         """Return what compiles the group's compressor; None if its tensors must be encoded one by one."""
         entry = group.layout.entry
-        return entry.compressor.compiled() if policies.get(entry.feedback).is_compiled else None
+        policy = policies.get(entry.feedback)
+        may_be_left = policy.has_velocity and not policy.keeps_residuals(entry.compressor)  # by an earlier plan
+        if may_be_left and any(map(residuals.holds_after_pruning, group.layout.names)):
+            return None
+        return entry.compressor.compiled() if policy.is_compiled(entry.compressor) else None
 
     def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         layout = self._layout(chunk)
         own, body = self._own_places[layout.members], np.empty(layout.message_bytes, np.uint8)
+        grads, like, scale = self._contribution(layout, own)
         size = groups.encode_group(
-            self._encoder(self._like), self._like,
-            self._residual, layout.table, own, np.float32(1 / self._world_size),
+            self._encoder(like), like,
+            self._residual, layout.table, grads, scale,
             *self._stage(layout, "local", own != 0), self._keys(layout, 0), self._static(layout),
             scratch(layout.scratch_bytes), body,
         )  # fmt: skip
         return _payload(layout, body[:size])
+
+    def _contribution(self, layout: ChunkLayout, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
+        """Return the addresses of gradients or velocities, an empty array of their type, and their factor."""
+        scale = np.float32(1 / self._world_size)
+        if self._momentum is None:
+            return own, self._like, scale
+        before, after = layout.slots["velocity"].stage((own != 0).tolist())
+        groups.advance_group(self._like, layout.table, own, scale, before, np.float32(self._momentum), after)
+        return after, _FLOAT32, np.float32(1)
 
     def merge(self, chunk: Chunk, payloads: Sequence[Payload], stage: int) -> Payload:
         return self._merge(chunk, payloads, self._own_places[self._layout(chunk).members], stage)
@@ -164,8 +182,8 @@ class BatchCodec:
         layout = ChunkLayout(np.array(indices), table, None, max(needed), sum(most) + groups.MARK_BYTES * len(members))
         if not self._compiled.uses_step:
             layout.static = self._static(layout)
-        roles: tuple[Role, ...] = ("local", "aggregate") if self._feedback else ()
-        for role in roles:
+        roles: list[Role] = ["local", "aggregate"] if self._feedback else []
+        for role in roles if self._momentum is None else [*roles, "velocity"]:
             layout.slots[role] = self._residuals.slots(
                 [ResidualKey(member.name, member.range, role) for member in members]
             )
@@ -226,7 +244,7 @@ def codec_of(job: TensorJob | FusionGroup, runtime: Runtime) -> PayloadCodec | F
     constants = runtime.residuals, runtime.transport.rank, runtime.transport.world_size, runtime.seed
     if isinstance(job, TensorJob):
         return make_codec(job, *constants)
-    compiled = BatchCodec.compiled_of(job)
+    compiled = BatchCodec.compiled_of(job, runtime.residuals)
     if compiled is not None:
         return BatchCodec(job, *constants, compiled)
     return LowRankCodec(job, *constants) if LowRankCodec.suits(job) else FusionCodec(job, *constants)

@@ -121,7 +121,7 @@ def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> Non
     members = [TensorLayout(name, index, entry, dtype, NUM_ELEMENTS, shape=_SHAPE) for index, name in enumerate("ab")]
     values = [torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype) for _ in members]
     group = FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
-    compiled = BatchCodec.compiled_of(group)
+    compiled = BatchCodec.compiled_of(group, Residuals())
     if compiled is not None:
         codec = BatchCodec(group, Residuals(), 0, world_size, 0, compiled)
         (chunk,) = group.layout.chunks(1)

@@ -44,7 +44,7 @@ def measure_shared(
     members = [TensorLayout(f"profile{index}", index, entry, grad.dtype, grad.numel()) for index in range(_NUM_TENSORS)]
     layout = FusionLayout(members)
     group = FusionGroup(layout, [grad.clone() for _ in members], [True] * _NUM_TENSORS, 0, 0)
-    compiled = BatchCodec.compiled_of(group)
+    compiled = BatchCodec.compiled_of(group, Residuals())
     if compiled is None or not can_be_fused(entry):
         return dict.fromkeys(SHARED, 0.0)
     residuals, (chunk,) = Residuals(), layout.chunks(1)

@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 from gradwire.kernels.cpu.compile import kernel
 from gradwire.kernels.cpu.elements import LANES, load_f32, store_f32
 from gradwire.kernels.cpu.lanes import splat
+from gradwire.kernels.cpu.sweep import advance
 from gradwire.kernels.cpu.vector import array_at, f32, load, store, u8, u32
 
 USED, NONFINITE, LENGTH = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 30) - 1)
@@ -125,6 +126,24 @@ def encode_group(
         )
         at += np.int64(marks[i] & LENGTH)
     return at
+
+
+@kernel
+def advance_group(like, table, grads, scale, before, momentum, after):
+    """Advance the velocities of tensors that this rank has used; see `reference.sweep.advance_velocity`.
+
+    Args:
+        before: Addresses of the velocities, uint64[M].
+        momentum: Their factor, float32.
+        after: Addresses of the next velocities.
+
+    All other arguments are those of `encode_group`.
+    """
+    for i in range(table.shape[0]):
+        if grads[i] != 0:
+            count = table[i, 0]
+            grad, velocity = array_at(grads[i], count, like), array_at(before[i], count, f32)
+            advance(grad, scale, velocity, momentum, array_at(after[i], count, f32))
 
 
 @kernel

@@ -69,6 +69,18 @@ def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np
 
 
 @kernel
+def advance(x, scale, velocity, momentum, out):
+    for i in range(0, x.size, LANES):
+        store(out, i, load(velocity, i, LANES) * momentum + load_f32(x, i, LANES) * scale)
+
+
+def advance_velocity(x: np.ndarray, scale: float, velocity: np.ndarray, momentum: float, out: np.ndarray) -> None:
+    expect_size("advance_velocity", "velocity", velocity, x.size)
+    expect_size("advance_velocity", "out", out, x.size)
+    advance(as_input(x), np.float32(scale), velocity, np.float32(momentum), out)
+
+
+@kernel
 def _accumulate(x, out):
     for i in range(0, x.size, LANES):
         store(out, i, load(out, i, LANES) + load_f32(x, i, LANES))

@@ -31,7 +31,7 @@ from gradwire.kernels.reference.random import philox, random16, random32
 from gradwire.kernels.reference.reduce import abs_max, block_abs_max, count_nonfinite
 from gradwire.kernels.reference.rounded import margins_of, pack_rounded, round_floats, unpack_rounded
 from gradwire.kernels.reference.select import check_indices, scatter, scatter_sum, take, top_k
-from gradwire.kernels.reference.sweep import accumulate, cast, compensate, weighted_sum
+from gradwire.kernels.reference.sweep import accumulate, advance_velocity, cast, compensate, weighted_sum
 from gradwire.kernels.reference.ternary import pack_ternary, unpack_ternary, unpack_ternary_sum
 from gradwire.kernels.reference.truncate import truncate_floats, update_limits
 from gradwire.kernels.reference.zero_run import zero_run_decode, zero_run_encode
@@ -40,6 +40,7 @@ __all__ = [
     "abs_max",
     "accumulate",
     "add_int8",
+    "advance_velocity",
     "block_abs_max",
     "block_extremes",
     "block_square_sums",

@@ -1,4 +1,4 @@
-"""Elementwise sweeps over a gradient: cast, compensate, accumulate.
+"""Elementwise sweeps over a gradient: cast, compensate, advance a velocity, accumulate.
 
 Source: error feedback as in Karimireddy et al. 2019, algorithm 2, step p = scale * g + e.
 """
@@ -46,6 +46,22 @@ def compensate(x: np.ndarray, scale: float, residual: np.ndarray | None, out: np
             values = values + residual
     out[:] = values
     return abs_max(out)
+
+
+def advance_velocity(x: np.ndarray, scale: float, velocity: np.ndarray, momentum: float, out: np.ndarray) -> None:
+    """Write momentum * velocity + scale * x to `out`.
+
+    Args:
+        x: Gradient.
+        scale: Multiplier of the gradient, used as float32.
+        velocity: float32[N]. May be the same array as `out`.
+        momentum: Multiplier of the velocity, used as float32.
+        out: float32[N].
+    """
+    expect_size("advance_velocity", "velocity", velocity, x.size)
+    expect_size("advance_velocity", "out", out, x.size)
+    with np.errstate(all="ignore"):
+        out[:] = np.float32(momentum) * velocity + np.float32(scale) * as_float32(x)
 
 
 def accumulate(x: np.ndarray, out: np.ndarray) -> None:
