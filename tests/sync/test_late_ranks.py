@@ -53,8 +53,8 @@ def outcomes(call: Callable[[Synchronizer], Any], late: Callable[[Synchronizer],
 
     def run(rank: int) -> Any:
         one = Synchronizer(GroupInfo(rank, 3, store, job), "none", tensors={"w": SPEC}, options=options)
-        step(one)
         try:
+            step(one)  # others may have failed before this rank has ended it
             if rank == 2 and late(one):
                 return None
             return call(one)
