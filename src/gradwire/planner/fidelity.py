@@ -1,9 +1,9 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
 Figures are validation losses relative to DDP fp32 of the same seeds, after 3,000 steps of a ResNet with momentum 0.9
-(`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. Not
-trained: int8shared, and threelc without momentum. Stronger ratios and sparsities than those of `aggressive` are for
-users who have tried them on their model.
+(`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. threelc
+without momentum has one seed of another model, 0.1 % below, and int8shared is not trained. Stronger ratios and
+sparsities than those of `aggressive` are for users who have tried them on their model.
 
 Momentum in an optimizer sees what a residual has gathered as one late gradient. A method may belong to its level only
 with momentum correction (`gradwire.residuals.momentum`), or where the optimizer has no momentum. Otherwise it counts to
@@ -78,7 +78,7 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("bf16", EVERYWHERE),
     ),
     # Unbiased with small variance: int8 (-0.9 %). thc holds back only what it clips, 1/32 of the coordinates (-0.5 %).
-    # threelc with s = 1 is biased, with a residual and a contraction that does not depend on the tensor's size: -3.7 %
+    # threelc with s = 1 is biased, with a residual and a contraction that does not depend on the tensor's size: -0.7 %
     # with momentum correction, +2.4 % without.
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
@@ -86,9 +86,9 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("thc", EVERYWHERE),  # likewise
         RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
-    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.6 %; +5.1 %
+    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.5 %; +5.1 %
     # without), topk at 1 % (+1.6 %), dgc at 0.1 % with the published warm-up (+3.5 %), dragonn at 63 % of that, with
-    # less work where selecting elements needs prefix sums (+5.7 %). Without: powersgd with rank 4 (+2.5 %).
+    # less work where selecting elements needs prefix sums (+1.8 %). Without: powersgd with rank 4 (+2.5 %).
     # threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
     # (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
