@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 RECORD = ROOT / "tests" / "repeated.csv"
 ENDS = ("passed", "failed", "skipped")
 NOTHING_FAILS = {"B5", "B9", "D2", "D3"}
+"""Promises of the page about jobs in which nothing fails."""
 COLUMNS = ("commit", "test", *ENDS, "passed_since_failure")
 
 

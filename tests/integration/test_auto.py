@@ -131,7 +131,6 @@ def test_when_the_link_becomes_slow_it_looks_again_and_compresses(momentum: floa
     assert re.search(
         "(steps take|synchronizing takes|frames are under way for) .* after .*: gradwire, .*threelc", decisions[1]
     )
-    # 5 seconds to be sure of a change, then measuring and trials, which a machine that runs other tests too slows down.
-    assert moments[1] - moments[0] <= 60, lines
+    assert moments[1] - moments[0] <= 45, lines  # 5 to be sure of a change, then measuring and trials; a busy machine
     hashes = {text for _, text in lines if text.startswith("hash")}
     assert len(hashes) == 1

@@ -66,7 +66,7 @@ class BatchCodec:
     Args:
         compiled: Result of `compiled_of`.
 
-    With momentum correction, strategies never merge, so velocities are needed in `start` only.
+    Compiled tensors with momentum correction travel by all-gather, which never merges: `start` alone needs velocities.
     """
 
     def __init__(
