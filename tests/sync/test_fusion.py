@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,9 @@ import torch
 from gradwire.compressors.base.registry import code, make
 from gradwire.core.errors import FrameError, PayloadError, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync import fusion
-from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused, rotations
 from gradwire.sync.fusion_codec import FusionCodec, split
@@ -32,6 +30,7 @@ from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from gradwire.sync.tensor_registry import TensorRegistry
 from gradwire.wire.frame import FrameKind, Header
 from gradwire.wire.payload import Payload
+from tests.sync.fusion_groups import group_of
 from tests.sync.harness import ranks
 
 SHAPES = {"a": (40, 30), "b": (70, 100), "c": (3, 5), "d": (128, 64), "e": (50, 50)}
@@ -161,112 +160,6 @@ def test_by_scatter_reduce_replicas_agree_and_nothing_is_lost(method: Method, wo
         held = sum(total[name] for total in totals if name in total)
         total = found[0][name].flatten().numpy() + held
         np.testing.assert_allclose(total, true.flatten().numpy() / world_size, atol=1e-4)
-
-
-def group_of(sizes: Sequence[tuple[int, int]], entry: PlanEntry, dtype: torch.dtype = torch.float32) -> FusionGroup:
-    """A group of tensors with these rotations and numbers of elements."""
-    members = [TensorLayout(f"t{index}", 3 * index, entry, dtype, count, rotation=index) for index, count in sizes]
-    values = [torch.randn(count, generator=torch.Generator().manual_seed(index)).to(dtype) for index, count in sizes]
-    return FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
-
-
-def codec_of(method: str, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[BatchCodec, Chunk]:
-    """The codec of two tensors in one chunk."""
-    group = group_of([(0, 300), (1, 300)], PlanEntry(make(method), feedback=make(method).default_feedback), dtype)
-    compiled = BatchCodec.compiled_of(group, Residuals())
-    assert compiled is not None
-    codec = BatchCodec(group, Residuals(), rank, 2, 0, compiled)
-    (chunk,) = group.layout.chunks(1)
-    return codec, chunk
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["onebit", "threelc", "topk"])
-def test_other_element_types_are_rounded_once(method: str, dtype: torch.dtype) -> None:
-    codec, chunk = codec_of(method, dtype=dtype)
-    single = FusionCodec(codec.group, Residuals(), 0, 2, 0)
-    one, other = codec.start(chunk), single.start(chunk)
-    assert one.body.tobytes() == other.body.tobytes() and one.flags == other.flags
-    codec.decode_sum(chunk, [one, one])
-    found = [each.clone() for each in codec.group.tensors]
-    single.decode_sum(chunk, [one, one])
-    assert all(map(torch.equal, found, codec.group.tensors))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["onebit", "threelc", "topk", "int8"])
-def test_velocities_are_those_of_tensors_one_by_one(method: str, dtype: torch.dtype) -> None:
-    """Over three steps, the second of which is rolled back; the other tensor is unused in the third."""
-    entry = PlanEntry(make(method), "allgather", feedback="momentum:masking=False")
-    group = group_of([(0, 300), (1, 70)], entry, dtype)
-    (chunk,) = group.layout.chunks(1)
-    states = Residuals(), Residuals()
-    for step in range(3):
-        group.step, group.used = step, [True, step < 2]
-        for index, tensor in enumerate(group.tensors):
-            tensor.copy_(torch.randn(tensor.numel(), generator=torch.Generator().manual_seed(10 * step + index)))
-        compiled = BatchCodec.compiled_of(group, states[0])
-        assert compiled is not None
-        one = BatchCodec(group, states[0], 0, 2, 0, compiled).start(chunk)
-        other = FusionCodec(group, states[1], 0, 2, 0).start(chunk)
-        assert one.body.tobytes() == other.body.tobytes() and one.flags == other.flags
-        for state in states:
-            state.rollback() if step == 1 else state.commit()
-    one, other = (state.state_dict() for state in states)
-    assert set(one) == set(other) and "velocity" in one
-    for role in ("local", "velocity"):
-        assert {name: list(each) for name, each in one[role].items()} == {
-            name: list(each) for name, each in other[role].items()
-        }
-        for name, slices in one[role].items():
-            assert all(torch.equal(values, other[role][name][offset]) for offset, values in slices.items())
-
-
-def test_velocities_go_one_by_one_where_compiled_calls_lack_something() -> None:
-    def is_compiled(feedback: str, method: str = "onebit", strategy: str = "allgather") -> bool:
-        group = group_of([(0, 300)], PlanEntry(make(method), strategy, feedback=feedback))
-        return BatchCodec.compiled_of(group, residuals) is not None
-
-    residuals = Residuals()
-    assert is_compiled("momentum") and is_compiled("momentum", "int8") and is_compiled("momentum:masking=False", "topk")
-    for option in ("nesterov=True", "clip=1.0"):
-        assert not is_compiled(f"momentum:{option}")
-    assert not is_compiled("momentum", "topk")  # masking
-    residuals.add(ResidualKey("t0", ElementRange(0, 300)), np.ones(300, np.float32))
-    assert not is_compiled("momentum", "int8"), "a residual of an earlier plan is sent, too"
-
-
-def test_a_gradient_that_is_not_finite_marks_its_tensor_and_the_mean() -> None:
-    codec, chunk = codec_of("onebit")
-    codec.group.tensors[1][7] = torch.inf
-    sent = codec.start(chunk)
-    assert sent.nonfinite and sent.used
-    mean = codec.merge(chunk, [sent], 1)
-    assert mean.nonfinite
-    codec.decode(chunk, [mean], 1)
-    assert codec.group.nonfinite
-    assert codec.group.tensors[1].isnan().all() and codec.group.tensors[0].isfinite().all()
-
-
-@pytest.mark.parametrize("damage", ["cut", "longer", "length", "unused length", "values"])
-def test_a_damaged_message_is_blamed_on_its_sender(damage: str) -> None:
-    codec, chunk = codec_of("onebit")
-    good = codec.start(chunk)
-    body = good.body.copy()
-    if damage == "cut":
-        body = body[:5]
-    elif damage == "longer":
-        body = np.append(body, np.uint8(0))
-    elif damage == "length":
-        body[0] -= 1
-    elif damage == "unused length":
-        body[3] = 0
-    else:
-        body[8:12] = np.array([np.nan], "<f4").view(np.uint8)
-    bad = replace(good, body=body, sender=1)
-    for use in (lambda: codec.merge(chunk, [good, bad], 1), lambda: codec.decode_sum(chunk, [good, bad])):
-        with pytest.raises(SyncError, match="Rank 1 sent bytes that are not a payload"):
-            use()
 
 
 def test_which_tensors_are_fused() -> None:
