@@ -154,8 +154,8 @@ def test_forms_agree_with_the_graphs_in_virtual_time(spec, strategy, world_size)
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("strategy", sorted(FORMS.keys() - {"sparse_reduce"}))
-def test_forms_of_statistics_that_an_owner_reduces_agree_with_their_graphs(strategy, world_size):
-    """PowerSGD: one range a matrix, and bytes by its shape."""
+def test_forms_of_a_matrix_alone_agree_with_its_graphs(strategy, world_size):
+    """PowerSGD: bytes by the shape. It is one range, whose statistics no owner reduces for the others."""
     shape = (1 << 15, 64)
     for rate in (1e8, 1e9, 1e10):
         job = costs(world_size, rate)
