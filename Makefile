@@ -60,7 +60,7 @@ test-long: $(STAMP) ## the long campaigns: a million fuzz cases a decoder, and a
 	$(BIN)/python -m pytest -q -n 2 --timeout 1200 -m hypothesis --hypothesis-profile campaign
 	$(BIN)/python -m pytest -q -m slow
 
-test-repeat: $(STAMP) ## RUNS=N HOURS=N: each test of a fault N times on a busy machine; goes on where the last sitting ended
+test-repeat: $(STAMP) ## RUNS=N HOURS=N: each test of a fault N times over its forms, on a busy machine; goes on where the last sitting ended
 	$(BIN)/python -m tests.repeat --runs $(RUNS) --hours $(HOURS)
 
 soak: $(STAMP) ## HOURS=N SEED=S: jobs in the lab whose processes are killed, frozen and restarted, with every value checked (root)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commits import ROOT
-from tests.repeat import PAGE, Runs, counts, fault_tests
+from tests.repeat import PAGE, Runs, counts, fault_tests, needed
 
 TESTS = """
 import pathlib
@@ -30,6 +30,11 @@ def test_the_tests_of_faults_are_those_of_the_page() -> None:
     assert len(found) > 50
     assert all(f"`{name}`" in PAGE.read_text() for name in found)
     assert not [name for name in found if "tests/fuzz" in name], "of broken bytes, there is a campaign of their own"
+
+
+def test_all_forms_of_a_test_share_its_runs() -> None:
+    forms = ["test_a.py::test_kill[early]", "test_a.py::test_kill[late]", "test_a.py::test_kill[never]"]
+    assert needed([*forms, "test_a.py::test_freeze"], 200) == dict.fromkeys(forms, 67) | {"test_a.py::test_freeze": 200}
 
 
 @pytest.mark.ci
