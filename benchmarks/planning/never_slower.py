@@ -1,10 +1,11 @@
 """Is a method of gradwire ever slower than its rivals? Steps in turns, compared run by run.
 
-All methods run in one job in the lab, six times. Each replays the backward pass of the same recording; codecs and
-network are real. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a
-second (`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. Bucket
-sizes are tried in a job of their own, and each method keeps its faster one. `auto` has that of the fastest rival, as in
-a script that was tuned without it.
+All methods run in the same jobs in the lab, six times. Each replays the backward pass of the same recording; codecs
+and network are real. Steps of the same method differ from job to job by more than within one, so there are several
+jobs. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a second
+(`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. Bucket sizes are
+tried in a job of their own, and each method keeps its faster one. `auto` has that of the fastest rival, as in a script
+that was tuned without it.
 
 The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
 has the median of its ratios. Its control is the rival compared with itself: the ratios of its median to its slowest and
@@ -13,6 +14,7 @@ its fastest run. A cell holds if its median is at least 0.99, or is no less than
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -44,8 +46,10 @@ Row = dict[str, Any]
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: float, progress: Progress) -> list[Row]:
-    """Rows of all runs of one workload at one rate. The first of the methods is compared with the others."""
+def cell(
+    task: Task, rate: str, methods: Sequence[str], jobs: int, runs: int, seconds: float, progress: Progress
+) -> list[Row]:
+    """Rows of all runs, in several jobs, of one workload at one rate. The first method is compared with the others."""
     method, *rivals = methods
     tuned = rivals if is_auto(method) else methods
     sizes = {each: BUCKETS_MB if each == method else bucket_sizes(each, BUCKETS_MB) for each in tuned}
@@ -55,7 +59,13 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
     faster.setdefault(method, min(faster.values(), key=lambda each: each["value"]))
     chosen = [(each, faster[each]["bucket_mb"]) for each in methods]
-    return _run(task, rate, [chosen] * runs, seconds, progress, "benchmarks.planning.turns")
+    rows: list[Row] = []
+    jobs = min(jobs, runs)
+    bounds = [runs * job // jobs for job in range(jobs + 1)]
+    for first, end in itertools.pairwise(bounds):
+        part = _run(task, rate, [chosen] * (end - first), seconds, progress, "benchmarks.planning.turns")
+        rows += [row | {"run": first + row["run"]} for row in part]
+    return rows
 
 
 def _run(
@@ -111,7 +121,8 @@ def run(
     rivals: Annotated[str, typer.Option(help="What it is compared with.")] = "ddp-fp32,ddp-fp16",
     workloads: Annotated[str, typer.Option(help="text, deep, blocks, vision.")] = "text,deep,blocks,vision",
     rates: Rates = "none,1gbit,100mbit,10mbit",
-    runs: Annotated[int, typer.Option(help="Runs of each method.")] = 6,
+    jobs: Annotated[int, typer.Option(help="Jobs that share the runs; no more than these.", min=1)] = 2,
+    runs: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 6,
     seconds: Seconds = 6.0,
     *,
     done: Set[tuple[str, ...]],
@@ -123,7 +134,7 @@ def run(
         for rate in listed(rates, ()):
             for task in tasks:
                 if key_of({"workload": task.name, "rate": rate}, KEY) not in done:
-                    part = cell(task, rate, [method, *listed(rivals, ())], runs, seconds, progress)
+                    part = cell(task, rate, [method, *listed(rivals, ())], jobs, runs, seconds, progress)
                     progress.console.print(_line(Verdict.of(part)))
                     yield part
 
