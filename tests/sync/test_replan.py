@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire.compressors.base import registry
 from gradwire.core.errors import DisagreementError, OptionError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
@@ -18,8 +19,8 @@ def gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def plan(method: str, strategy: str, partitions: int | None = None) -> Plan:
-    return Plan({"w": method}, strategy=strategy, partitions=partitions)
+def plan(method: str, strategy: str, partitions: int | None = None, feedback: str | None = None) -> Plan:
+    return Plan({"w": method}, strategy=strategy, partitions=partitions, feedback=feedback)
 
 
 def take_step(one: Synchronizer, step: int) -> torch.Tensor:
@@ -41,9 +42,9 @@ PLANS = [
     plan("onebit", "scatter_reduce", 2),
     plan("threelc", "ring", 1),
     plan("threelc", "hierarchical", 7),
-    plan("int8shared", "hierarchical", 2),
+    plan("int8shared", "hierarchical", 2, "error"),
     plan("onebit", "allgather"),
-    plan("int8", "allgather"),
+    plan("int8", "allgather", feedback="error"),
     plan("topk", "allgather"),
     plan("none", "hierarchical"),
     plan("none", "scatter_reduce"),
@@ -88,6 +89,31 @@ def test_a_dense_step_sends_the_residual_and_the_next_needs_none() -> None:
 
     with ranks(2, plan("topk", "scatter_reduce")) as group:
         assert group.each(run) == [[True, False, False, False]] * 2
+
+
+UNBIASED = [
+    name for name in registry.names() if registry.make(name).unbiased and not registry.make(name).needs_optimizer
+]
+
+
+@pytest.mark.parametrize("feedback", ["none", "momentum"])
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("method", UNBIASED)
+def test_what_is_left_for_an_unbiased_compressor_is_sent_once(method: str, partitions: int, feedback: str) -> None:
+    """With error feedback from then on, residuals of compressors that are no contractions would grow forever."""
+
+    def run(one: Synchronizer) -> list[bool]:
+        found = []
+        for step in range(4):
+            if step == 2:
+                one.replan(Plan(method, strategy="allgather", partitions=partitions, feedback=feedback))
+            mean = take_step(one, step)
+            assert mean.isfinite().all()
+            found.append(bool(one.residuals.norms()) and one.residuals.holds_after_pruning("w"))
+        return found
+
+    with ranks(2, plan("topk", "allgather")) as group:
+        assert group.each(run) == [[True, True, False, False]] * 2
 
 
 @pytest.mark.parametrize("method", ["int8", "int8shared", "fp16"])

@@ -33,7 +33,7 @@ from gradwire.core.errors import OptionError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
-from gradwire.residuals.policies import EncodeInput, ErrorFeedback, register
+from gradwire.residuals.policies import FLUSH, EncodeInput, ErrorFeedback, register
 from gradwire.wire.payload import Payload
 
 
@@ -138,8 +138,11 @@ class MomentumCorrection(ErrorFeedback):
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         compressor, _, ctx, residuals, key, _ = source
-        if not self.keeps_residuals(compressor) and residuals.source(key) is None:
-            return compressor.encode(source.grad, ctx, stats, scale=source.scale)
+        if not self.keeps_residuals(compressor):
+            left = None if stats else residuals.source(key)  # by another plan
+            if not stats and (left is None or not left.any()):
+                return compressor.encode(source.grad, ctx, scale=source.scale)
+            return FLUSH.encode(source, stats)
         payload = super().encode(source, stats)
         if self._masks(compressor) and key.role == "local" and not payload.nonfinite:
             sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)

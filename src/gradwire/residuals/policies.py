@@ -124,7 +124,7 @@ class NoFeedback(Policy):
         return source.compressor.stats(source.grad, source.ctx, source.scale)
 
     def restore_late(self, source: EncodeInput, sent: np.ndarray, late: np.ndarray) -> None:
-        """Keep the gradient of these elements. Their next encode has feedback."""
+        """Keep the gradient of these elements, which are added to the next one."""
         kept = source.residuals.stage(source.key)
         kept.fill(0)
         kept[late] = np.float32(source.scale) * source.grad.detach().float().numpy()[late]
@@ -154,6 +154,35 @@ class ErrorFeedback(Policy):
         return compressor.stats(torch.from_numpy(compensated), ctx)
 
 
+class Flush(ErrorFeedback):
+    """Encodes the gradient plus what another policy has left of it, and keeps nothing.
+
+    Where the compressor is unbiased, so is what is sent. Error feedback would not end here: a compressor that is
+    unbiased need not be a contraction, and then its residuals grow from step to step.
+    """
+
+    name: ClassVar[str] = "flush"
+
+    def keeps_residuals(self, compressor: Compressor) -> bool:
+        return False
+
+    def is_compiled(self, compressor: Compressor) -> bool:
+        return False
+
+    def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
+        compressor, grad, ctx, residuals, key, scale = source
+        if compressor.exact:  # what is left is zero, or what 16 bits cannot hold
+            return super().encode(source, stats)
+        before = None if stats else residuals.source(key)
+        compensated = residuals.stage(key)
+        if not stats:  # otherwise, `stats` has compensated
+            kernels.compensate(as_array(grad), scale, before, compensated)
+        payload = compressor.encode(torch.from_numpy(compensated), ctx, stats)
+        compensated.fill(0)
+        return payload
+
+
+FLUSH = Flush()  # not registered: a plan cannot ask for it
 _POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoFeedback, ErrorFeedback)}
 
 

@@ -170,6 +170,6 @@ def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int,
     kind: type[PayloadCodec] = PayloadCodec
     if isinstance(job.layout.entry.compressor, SummableCompressor):
         kind = AccumulatorCodec
-    elif DenseCodec.suits(job.layout.entry):
+    elif DenseCodec.suits(job.layout.entry) and not job.layout.flushes:
         kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)

@@ -23,7 +23,7 @@ from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
-from gradwire.residuals import MomentumCorrection, policies
+from gradwire.residuals import MomentumCorrection
 from gradwire.residuals.slices import Role
 from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
 from gradwire.sync.adding_codecs import make_codec
@@ -78,7 +78,7 @@ class BatchCodec:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        policy = policies.get(group.layout.entry.feedback)
+        policy = group.layout.policy
         self._momentum = policy.momentum if isinstance(policy, MomentumCorrection) else None
         self._feedback = policy.keeps_residuals(group.layout.entry.compressor)
         self._places = np.array([tensor.data_ptr() for tensor in group.tensors], np.uint64)
@@ -89,8 +89,7 @@ class BatchCodec:
     @staticmethod
     def compiled_of(group: FusionGroup, residuals: Residuals) -> Compiled | None:
         """Return what compiles the group's compressor; None if its tensors must be encoded one by one."""
-        entry = group.layout.entry
-        policy = policies.get(entry.feedback)
+        entry, policy = group.layout.entry, group.layout.policy
         may_be_left = policy.has_velocity and not policy.keeps_residuals(entry.compressor)  # by an earlier plan
         if may_be_left and any(map(residuals.holds_after_pruning, group.layout.names)):
             return None

@@ -62,7 +62,7 @@ class PayloadCodec:
         self.world_size = world_size
         self.first_stage = 0
         self.num_encoders = world_size
-        self._policy = policies.get(job.layout.entry.feedback)
+        self._policy = job.layout.policy
         self._residuals = residuals
         self._seed = seed
         compressor = self.compressor
@@ -273,7 +273,7 @@ class PayloadCodec:
         if not self.job.used:
             return UNUSED
         own = self._input(chunk, self.job.values[chunk.slice], "local", 0, 1 / self.world_size)
-        left = self._residuals.source(own.key) if self.layout.entry.feedback == "error" else None
+        left = self._residuals.source(own.key) if self._policy.name in ("error", "flush") else None
         policy = policies.get("none" if left is None or not left.any() else "error")
         return policy.encode(own._replace(compressor=DENSE))
 

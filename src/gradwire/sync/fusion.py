@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from gradwire.residuals import policies
+from gradwire.residuals.policies import Policy
 from gradwire.residuals.transaction import ResidualKey, Residuals
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.job import TensorLayout, group_name, job_detail
@@ -110,6 +110,11 @@ class FusionLayout:
             self.members_of_chunk.append(list(range(len(self.members))))
         counts = [sum(self.members[index].count for index in indices) for indices in self.members_of_chunk[:-1]]
         return [Chunk(index, 0, count) for index, count in enumerate(counts)]
+
+    @property
+    def policy(self) -> Policy:
+        """How residuals are used: of all its members, if this rank holds some of one that the plan would not send."""
+        return self.members[0].policy
 
     @property
     def whole(self) -> Chunk:
@@ -211,8 +216,7 @@ class SubmissionLayout:
 
     Args:
         members: Its tensors, without empty ones, each with the number of elements of the full tensor.
-        flushed: Names of tensors of which this rank holds residuals that the plan would not send. They, and what
-            travels with them, are encoded with error feedback.
+        flushed: Names of tensors of which this rank holds residuals that the plan would not send. They are sent once.
 
     Attributes:
         single: Tensors that travel alone.
@@ -241,7 +245,7 @@ class SubmissionLayout:
         for together in [*groups.values(), *([each] for each in self.single)]:
             if any(each.name in flushed for each in together):
                 for each in together:
-                    each.entry = replace(each.entry, feedback="error")
+                    each.flushes = True
         self.groups = [FusionLayout(group) for group in groups.values()]
         self.dense = [DenseGroup.of(group) for group in dense.values()]
 

@@ -10,6 +10,8 @@ import torch
 
 from gradwire.compressors.base.registry import code
 from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
+from gradwire.residuals import policies
+from gradwire.residuals.policies import Policy
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.operations import Operations
 from gradwire.sync.optimizer_view import OptimizerView
@@ -36,6 +38,7 @@ class TensorLayout:
         detail: Event detail of its submissions.
         names: Names of the tensors that it consists of: of one, or of the members of a group.
         counts: Number of values of each of these.
+        flushes: Whether this rank holds residuals of it that the plan would not send.
     """
 
     operations: Operations
@@ -63,12 +66,18 @@ class TensorLayout:
         self.rotation = rotation
         self.names: Sequence[str] = [name]
         self.counts: Sequence[int] = [count]
+        self.flushes = False
         self.detail = job_detail(entry, count, self.names)
 
     @cached_property
     def fields(self) -> FrameFields:
         """Header fields of its frames."""
         return FrameFields(self.tensor, self.offset, code(self.entry.compressor.name), ELEMENT_TYPES[self.dtype])
+
+    @property
+    def policy(self) -> Policy:
+        """How its residuals are used."""
+        return policies.FLUSH if self.flushes else policies.get(self.entry.feedback)
 
     @property
     def nbytes(self) -> int:
