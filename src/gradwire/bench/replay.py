@@ -90,6 +90,7 @@ class Replay(Steps):
         start = time.perf_counter()
         recording = self.ddp.module.recording
         loss = self.ddp(torch.zeros((), requires_grad=True))
+        self.optimizer.zero_grad()
         loss.backward()
         end = time.perf_counter()
         self.optimizer.step()
