@@ -184,8 +184,10 @@ class Training:
         losses = across_ranks([outcome.losses for outcome in outcomes])
         fixed = {**_fixed(self.task), "method": self.method, "seed": self.seed, "steps": steps}
         seconds = time.monotonic() - started
+        sent = statistics.fmean(outcome.train_bytes for outcome in outcomes)
         return [
             {**fixed, "metric": "training_time", "value": seconds, "unit": "s", "step": steps},
+            {**fixed, "metric": "training_bytes", "value": sent / steps, "unit": "B", "step": steps},
             *({**fixed, **row} for row in curve_figures(losses, outcomes[0].validations)),
         ]
 

@@ -50,7 +50,7 @@ def _in_turns(rank: Rank, replays: Sequence[Replay]) -> list[TimedSteps]:
     """Time the methods of one run at its rate."""
     (rate,) = replays[0].segment.rates
     for replay in replays:
-        replay.step()  # compiles kernels, before the links are shaped
+        replay.warm_up()  # before the links are shaped
     rank.set_rate(rate)
     settled = [replay.connection.settle(replay.step) for replay in replays]
     lengths = [replay.step()[1] for replay in replays]

@@ -18,7 +18,7 @@ from gradwire.bench.job import (
         Progress(1, "timed", 2, 5, rate="10mbit"),
         RateRequest(3, None),
         SegmentOutcome(
-            0, 1, [1.0, 2.0], [0.1, 0.1], 2.0, 0.5, True, [TimedSteps("1gbit", [0.1], 10, 20, 0.1, 0.2, 12, 1)]
+            0, 1, [1.0, 2.0], [0.1, 0.1], 100, 2.0, 0.5, True, [TimedSteps("1gbit", [0.1], 10, 20, 0.1, 0.2, 12, 1)]
         ),
         SegmentOutcome(0, 1, [1.0, 2.0], validations=[(1, 2.0, 0.25), (2, 1.0, 0.5)]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Event, Thread
 
@@ -132,6 +133,40 @@ def test_a_straggler_that_another_one_has_ended_the_job_for_has_the_model_of_all
     assert not goes_on[3]
     for worker in range(1, 4):
         assert torch.equal(found[worker], found[0])
+
+
+@pytest.mark.timeout(120)
+def test_a_straggler_that_was_up_to_date_computes_with_the_parameters_of_the_step_that_it_skips_to() -> None:
+    """After `wait()`, nothing is left to pull, until others have closed steps without it."""
+    server = ParameterServer(ParameterServerOptions(2))
+    is_away, others_are_ahead = Event(), Event()
+    weights: dict[int, torch.Tensor] = {}
+
+    def go_ahead() -> None:
+        with connect(server, gw.JobOptions(worker=0, workers=2, backups=1)) as client:
+            for step in range(6):
+                backward(client.model, step)
+                weights[client.steps] = client.model.weight.detach().clone()
+                client.step()
+                if step == 1:
+                    assert is_away.wait(60)
+            client.wait()
+            others_are_ahead.set()
+
+    def come_late() -> None:
+        with connect(server, gw.JobOptions(worker=1, workers=2, backups=1)) as client:
+            train_step(client, 0)
+            client.wait()
+            is_away.set()
+            assert others_are_ahead.wait(60)
+            backward(client.model, 1)
+            assert client.steps > 2
+            assert torch.equal(client.model.weight, weights[client.steps])
+            client.step()
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(each) for each in (go_ahead, come_late, server.run)]:
+            future.result(90)
 
 
 @pytest.mark.timeout(120)

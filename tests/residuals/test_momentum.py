@@ -117,20 +117,19 @@ def test_aggregates_have_no_velocity() -> None:
     assert "velocity" not in residuals.state_dict()
 
 
-@pytest.mark.parametrize(("clip", "factor"), [(0.0, 1.0), (1000.0, 1.0), (4.0, 4.0)])
-def test_gradients_are_clipped_by_their_share_of_the_norm(clip: float, factor: float) -> None:
+@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+@pytest.mark.parametrize(("clip", "is_clipped"), [(0.0, False), (1000.0, False), (4.0, True)])
+def test_gradients_are_clipped_by_their_share_of_the_norm(clip: float, is_clipped: bool, loss_scale: float) -> None:
     """Each of 4 ranks may use half of the norm."""
     grad = normal(SIZE)
-    norm = float(grad.double().norm())
-    found = step(MomentumCorrection(0.0, clip=clip), compressors.make("none"), grad, Residuals(), world_size=4)
-    wanted = grad.numpy() * (1.0 if factor == 1.0 else clip / 2 / norm)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    found = MomentumCorrection(0.0, clip=clip).factor(loss_scale * grad, 4, loss_scale)
+    assert found == pytest.approx(clip / 2 / float(grad.double().norm()) if is_clipped else 1.0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_nonfinite_gradients_are_marked_and_leave_no_trace(bad: float, clip: float) -> None:
-    policy, residuals, codec = MomentumCorrection(clip=clip), Residuals(), SPARSIFIERS[0]
+def test_nonfinite_gradients_are_marked_and_leave_no_trace(bad: float) -> None:
+    assert MomentumCorrection(clip=1.0).factor(torch.tensor([3.0, bad]), 1, 1.0) == 1.0, "not 0, which would hide them"
+    policy, residuals, codec = MomentumCorrection(), Residuals(), SPARSIFIERS[0]
     step(policy, codec, normal(SIZE), residuals)
     residuals.commit()
     before = residuals.source(VELOCITY).copy()
@@ -199,6 +198,13 @@ def test_momentum_is_taken_out_of_an_optimizer() -> None:
     policy = MomentumCorrection.of(optimizer, clip=3.0)
     assert policy.options == {"momentum": 0.85, "nesterov": True, "masking": True, "clip": 3.0}
     assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["nesterov"]) == (0, False)
+
+
+def test_an_optimizer_keeps_its_momentum_if_another_option_is_wrong() -> None:
+    optimizer = sgd(momentum=0.85)
+    with pytest.raises(OptionError):
+        MomentumCorrection.of(optimizer, clip=-1.0)
+    assert optimizer.param_groups[0]["momentum"] == 0.85
 
 
 def test_an_optimizer_whose_momentum_cannot_be_taken_is_refused_with_advice() -> None:

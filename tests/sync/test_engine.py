@@ -219,6 +219,22 @@ def test_a_frame_that_comes_twice_is_an_error_that_names_its_sender(early: bool)
         assert made.peers[2].failure().rank == 2
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_frame_that_a_run_does_not_wait_for_is_an_error_that_names_its_sender(early: bool) -> None:
+    """As when ranks submit the same tensors in other calls."""
+    with setup(3) as made:
+        if early:
+            made.send(2, partition=5)
+            made.flush(2)
+        made.engine.run(receiving(key(1), key(2))[0])
+        if not early:
+            made.send(2, partition=5)
+        error = failure_of(made.engine)
+        assert "Rank 2 sent a part of" in str(error)
+        assert "Submit the same tensors, in the same calls and order, on every rank." in str(error)
+        assert error.rank == 2
+
+
 @pytest.mark.parametrize(("limit", "size", "count"), [(1000, 500, 2), (10 * HEADER_BYTES, 0, 11)])
 def test_too_many_early_bytes_end_the_engine_and_the_advice_says_why(limit: int, size: int, count: int) -> None:
     """Frames without a body count by their headers."""

@@ -123,3 +123,32 @@ def test_plans_that_cannot_be_are_refused_with_advice() -> None:
         Plan.of_entries({"w": PlanEntry(gw.make("topk"), "scatter_reduce", feedback="momentum")})
     with pytest.raises(OptionError, match=r"needs at least two ranks.*momentum in the optimizer"):
         Synchronizer(GroupInfo(0, 1, dist.HashStore(), "alone"), Plan("topk", feedback="momentum"))
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("partitions", [1, 3, 5])
+def test_a_gradient_is_clipped_as_a_whole_however_it_is_cut(partitions: int, loss_scale: float) -> None:
+    """Parts with norms of their own would be clipped differently, and the gradient would point elsewhere."""
+    clip, world_size, size = 2.0, 3, 6000
+
+    def gradient(rank: int) -> torch.Tensor:
+        values = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        return values * torch.linspace(0, 1, size) * (0.001 if rank == 2 else 1.0)
+
+    def run(one: Synchronizer) -> torch.Tensor:
+        one.residuals.loss_scale = loss_scale
+        one.begin_step()
+        grad = loss_scale * gradient(one.rank)
+        one.submit([GradientSlice("w", grad)])
+        one.wait()
+        one.commit()
+        return grad / loss_scale
+
+    with ranks(world_size, Plan("none", partitions=partitions, feedback=f"momentum:clip={clip}")) as group:
+        found = group.each(run)
+    norms = [float(gradient(rank).norm()) for rank in range(world_size)]
+    most = clip / world_size**0.5
+    assert norms[2] < most < min(norms[:2])
+    expected = sum(gradient(rank) * min(1.0, most / norm) for rank, norm in enumerate(norms)) / world_size
+    for mean in found:
+        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6)

@@ -1,6 +1,8 @@
-"""Submissions: the order of priorities."""
+"""Submissions: the order of priorities, and what their futures say."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -32,3 +34,42 @@ def test_which_tensor_is_encoded_first(order: str, earlier: str, later: str) -> 
     with ranks(2, "onebit", order=order) as group:
         for encoded in group.each(run):
             assert encoded.index(earlier) < encoded.index(later)
+
+
+@pytest.mark.parametrize("method", ["none", "onebit"])
+def test_parameters_can_be_averaged_in_place(method: str) -> None:
+    """They require gradients, and are written on a thread of the engine."""
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        parameters = {name: torch.nn.Parameter(gradient(one.rank, name)) for name in SHAPES}
+        one.begin_step()
+        one.submit([GradientSlice(*each) for each in parameters.items()]).wait()
+        one.wait()
+        one.commit()
+        return [parameter.detach() for parameter in parameters.values()]
+
+    with ranks(2, method) as group:
+        one, other = group.each(run)
+    assert all(map(torch.equal, one, other))
+    if method == "none":
+        mean = torch.stack([gradient(rank, "a.bias") for rank in range(2)]).mean(0)
+        torch.testing.assert_close(one[0], mean)
+
+
+def test_a_mean_that_cannot_be_copied_back_fails_the_future() -> None:
+    def run(one: Synchronizer) -> list[Exception]:
+        frozen = [torch.ones(1).expand(size) for (size,) in ((10,), (7,))]  # their elements share memory
+        one.begin_step()
+        found = []
+        future = one.submit(
+            [GradientSlice(name, each) for name, each in zip(("a.bias", "b.bias"), frozen, strict=True)]
+        )
+        for wait in (future.wait, one.wait):
+            with pytest.raises(Exception, match="could not be copied to where the gradients are") as caught:
+                wait()
+            found.append(caught.value)
+        return found
+
+    with ranks(2, "none") as group:
+        for error in itertools.chain(*group.each(run)):
+            assert "single memory location" in str(error)

@@ -115,6 +115,7 @@ class SegmentOutcome:
         rank: This rank.
         losses: Training loss of each step, on this rank's batches.
         train_seconds: Duration of each of these steps.
+        train_bytes: Bytes sent in these steps, counted as those of `TimedSteps`.
         validation_loss: Mean over the validation set of all ranks; None without a loss curve.
         validation_accuracy: Fraction of correct predictions.
         identical: Whether all ranks ended the segment with the same bits.
@@ -126,6 +127,7 @@ class SegmentOutcome:
     rank: int
     losses: list[float] = field(default_factory=list)
     train_seconds: list[float] = field(default_factory=list)
+    train_bytes: int = 0
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     identical: bool | None = None

@@ -23,6 +23,8 @@ from gradwire.bench.segment import is_identical
 from gradwire.bench.timing import Steps, time_steps
 from gradwire.planner import PlanTable
 
+_WARM_UP_STEPS = 30
+
 
 class RecordedModel(nn.Module):
     """Parameters whose backward pass yields the recorded gradients at the recorded times.
@@ -86,6 +88,11 @@ class Replay(Steps):
         optimizer = without_learning(rank.workload.optimizer(ddp))
         return cls(rank, segment, ddp, optimizer, methods.connect(segment.method, ddp, optimizer, rank.job.seed))
 
+    def warm_up(self) -> None:
+        """Compile kernels, and fill residuals: what is sent at first is not what is sent later."""
+        for _ in range(_WARM_UP_STEPS):
+            self.step()
+
     def step(self) -> tuple[float, float]:
         start = time.perf_counter()
         recording = self.ddp.module.recording
@@ -104,7 +111,7 @@ def run_replay(rank: Rank, index: int, recordings: Mapping[float, Recording]) ->
     segment = rank.job.segments[index]
     rank.set_rate(None)
     replay = Replay.begin(rank, segment, recordings[segment.bucket_mb])
-    replay.step()
+    replay.warm_up()
     timed = [with_full_names(time_steps(replay, index, rate)) for rate in segment.rates]
     rank.set_rate(None)
     gradients = [parameter.grad for parameter in replay.ddp.parameters() if parameter.grad is not None]

@@ -60,7 +60,9 @@ def run_segment(rank: Rank, index: int) -> SegmentOutcome:
     rank.set_rate(None)
     training = Training.begin(rank, segment)
     rank.set_rate(segment.train_rate)
+    before = training.connection.costs(training.steps)
     losses, seconds, validations = _train(training, index)
+    spent = training.connection.costs(training.steps) - before
     rank.set_rate(None)
     if not training.steps:
         training.step()  # compiles kernels, and lets DDP order its buckets
@@ -69,7 +71,9 @@ def run_segment(rank: Rank, index: int) -> SegmentOutcome:
     rank.set_rate(None)
     identical = None if segment.method == methods.SILENT else is_identical(training.ddp.parameters())
     training.connection.close()
-    return SegmentOutcome(index, rank.rank, losses, seconds, loss, accuracy, identical, timed, validations)
+    return SegmentOutcome(
+        index, rank.rank, losses, seconds, spent.sent_bytes, loss, accuracy, identical, timed, validations
+    )
 
 
 def _train(training: Training, index: int) -> tuple[list[float], list[float], list[tuple[int, float, float]]]:

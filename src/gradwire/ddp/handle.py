@@ -325,7 +325,7 @@ class Handle(ObservedHandle):
         scale = self._scaler.get_scale()
         if self._loss_scale is not None and scale != self._loss_scale:
             self.synchronizer.rescale(scale / self._loss_scale)
-        self._loss_scale = scale
+        self._loss_scale = self.synchronizer.residuals.loss_scale = scale
         for each in self._optimizers.states:
             each.loss_scale = scale
 

@@ -350,7 +350,8 @@ class ParameterClient:
 
     def _before_forward(self) -> None:
         self._encoder.check()
-        self._catch_up()
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            self._catch_up()  # otherwise, gradients of the old step accumulate
 
     def _encoder_failed(self, error: SyncError) -> None:
         """Wake whoever waits for an update that this worker was to contribute to."""
@@ -368,7 +369,10 @@ class ParameterClient:
         step has arrived, those are therefore on their way.
         """
         newest = max(slot.newest for slot in self._slots)
-        self._step = max(self._step, newest if self.finished else newest - 1 - self._job.staleness)
+        step = newest if self.finished else newest - 1 - self._job.staleness
+        if step > self._step:
+            self._step = step
+            self._pulls.mark_outdated()
 
     def _pull(self, name: str, staleness: int | None = None) -> None:
         allowed = self._job.staleness if staleness is None else staleness

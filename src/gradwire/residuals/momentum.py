@@ -46,8 +46,8 @@ class MomentumCorrection(ErrorFeedback):
         masking: Whether to reset the velocity of each element that a sparse compressor has just sent, so that stale
             momentum does not overshoot (momentum factor masking). Also of those selected but lost to a collision; see
             `Compressor.loses_selected`. Others, such as `onebit`, send all elements: no momentum would be left.
-        clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W). 0 disables
-            clipping.
+        clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W), without the
+            loss scale of a GradScaler that `attach` was given. 0 disables clipping.
     """
 
     name: ClassVar[str] = "momentum"
@@ -92,9 +92,10 @@ class MomentumCorrection(ErrorFeedback):
                 "This optimizer has taken steps and holds momentum buffers. Call MomentumCorrection.of() before the "
                 "first step, or before a checkpoint is loaded."
             )
+        policy = cls(float(momentum or 0), nesterov=bool(nesterov), **others)
         for group in groups:
             group.update(momentum=0, nesterov=False)
-        return cls(float(momentum or 0), nesterov=bool(nesterov), **others)
+        return policy
 
     @property
     def options(self) -> dict[str, Any]:
@@ -111,30 +112,28 @@ class MomentumCorrection(ErrorFeedback):
     def _masks(self, compressor: Compressor) -> bool:
         return self.masking and compressor.sparse and self.keeps_residuals(compressor)
 
+    def factor(self, gradient: torch.Tensor, world_size: int, loss_scale: float) -> float:
+        if not self.clip:
+            return 1.0
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        most = loss_scale * self.clip / math.sqrt(world_size)
+        return most / norm if most < norm < math.inf else 1.0
+
     def contribution(self, own: EncodeInput) -> EncodeInput:
         """Stage the rank's velocity, and return it in place of its gradient."""
         grad = as_array(own.grad)
-        scale = own.scale * self._clipping(own.grad, own.ctx.world_size)
         key = replace(own.key, role="velocity")
         before = own.residuals.source(key)
         velocity = own.residuals.stage(key)
         if before is None:
-            kernels.compensate(grad, scale, None, velocity)
+            kernels.compensate(grad, own.scale, None, velocity)
         else:
-            kernels.advance_velocity(grad, scale, before, self.momentum, velocity)
+            kernels.advance_velocity(grad, own.scale, before, self.momentum, velocity)
         if self.nesterov:
             ahead = np.float32(self.momentum) * velocity
-            kernels.compensate(grad, scale, ahead, ahead)
+            kernels.compensate(grad, own.scale, ahead, ahead)
             velocity = ahead
         return own._replace(grad=torch.from_numpy(velocity), scale=1.0)
-
-    def _clipping(self, grad: torch.Tensor, world_size: int) -> float:
-        """Return the factor that clips a rank's own gradient."""
-        if not self.clip:
-            return 1.0
-        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
-        most = self.clip / math.sqrt(world_size)
-        return most / norm if most < norm < math.inf else 1.0
 
     def encode(self, source: EncodeInput, stats: Sequence[np.ndarray] = ()) -> Payload:
         compressor, _, ctx, residuals, key, _ = source

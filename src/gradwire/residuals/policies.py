@@ -75,6 +75,16 @@ class Policy(ABC):
         """Whether the compiled calls for fusion groups do all that this policy does; see `gradwire.sync.batch`."""
         return False
 
+    def factor(self, gradient: torch.Tensor, world_size: int, loss_scale: float) -> float:
+        """Return the factor of a rank's own gradient in this step.
+
+        Args:
+            gradient: All of it; `contribution` sees a range.
+            world_size: Number of ranks.
+            loss_scale: Factor by which all gradients are scaled.
+        """
+        return 1.0
+
     def contribution(self, own: EncodeInput) -> EncodeInput:
         """Return what stands for a rank's own gradient in this step. Called once per step and range."""
         return own

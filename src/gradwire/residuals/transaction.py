@@ -95,7 +95,12 @@ class ResidualSlots:
 
 
 class Residuals:
-    """All residuals of one rank, and the states of its compressors, which are committed and rolled back with them."""
+    """All residuals of one rank, and the states of its compressors, which are committed and rolled back with them.
+
+    Attributes:
+        states: States of compressors.
+        loss_scale: Factor by which the gradients of this step, and so all residuals, are scaled.
+    """
 
     def __init__(self) -> None:
         # Slices of one (name, role) never overlap. Gaps between them are zeros.
@@ -106,6 +111,7 @@ class Residuals:
         self._num_commits = 0  # a commit of all; others and rollbacks count twice, because they break the alternation
         self._zeros = np.zeros(0, np.float32)
         self.states = States()
+        self.loss_scale = 1.0
 
     # -- the step --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ added, and a residual means the same under every strategy and world size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,6 +68,8 @@ class PayloadCodec:
         self._seed = seed
         compressor = self.compressor
         self._state_source = compressor.state_source if isinstance(compressor, StatefulCompressor) else None
+        self._scale: float | None = None  # of this rank's gradient
+        self._scale_lock = threading.Lock()
         # By index of the chunk:
         self._stats: dict[int, Sequence[np.ndarray]] = {}  # reduced over ranks
         self._node_sums: dict[int, torch.Tensor | None] = {}
@@ -87,9 +90,17 @@ class PayloadCodec:
             return None
         if chunk.index not in self._own_inputs:
             grad = self.job.values[chunk.slice]
-            own = self._input(chunk, grad, "local", self.first_stage, 1 / self.world_size)
+            own = self._input(chunk, grad, "local", self.first_stage, self._own_scale())
             self._own_inputs[chunk.index] = self._policy.contribution(own)
         return self._own_inputs[chunk.index]
+
+    def _own_scale(self) -> float:
+        # Once, before the first chunk is sent: when its mean has arrived, it replaces a part of the gradient.
+        with self._scale_lock:
+            if self._scale is None:
+                factor = self._policy.factor(self.job.values, self.world_size, self._residuals.loss_scale)
+                self._scale = factor / self.world_size
+            return self._scale
 
     def _input(self, chunk: Chunk, grad: torch.Tensor, role: Role, stage: int, scale: float = 1.0) -> EncodeInput:
         key = ResidualKey(self.layout.name, self.layout.chunk_range(chunk), role)

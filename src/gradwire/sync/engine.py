@@ -37,7 +37,7 @@ from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.early_frames import EarlyFrames
-from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stuck, thread_gone
+from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stuck, thread_gone, unasked
 from gradwire.sync.operations import FrameKey, Op
 from gradwire.sync.run import Run
 from gradwire.sync.waits import FINISH, FUTURE_GRACE_SECONDS, LOAD, Waits, lacks, op_of
@@ -148,6 +148,9 @@ class Engine:
             assert name not in self._waits.receiving, "a round has one run for a tensor"
             self._waits.receiving[name] = run
             for key, payload in self.early_frames.take(name).items():
+                if key not in operations.recvs:
+                    self.fail(unasked(key.peer, run.name))
+                    return
                 self._receive(run, operations.recvs[key], payload)
             for peer in operations.senders:
                 error = self.transport.departed(peer)
@@ -288,9 +291,11 @@ class Engine:
         payload = Payload.received(body, header.flags, header.sender)
         with self._work:
             run = self._waits.receiving.get(name)
-            index = None if run is None else run.operations.recvs.get(key)
-            if run is not None and index is not None:
-                if run.pending[index]:
+            if run is not None:
+                index = run.operations.recvs.get(key)
+                if index is None:
+                    self.fail(unasked(peer, run.name))
+                elif run.pending[index]:
                     self._receive(run, index, payload)
                 else:
                     self.fail(sent_twice(header))

@@ -85,6 +85,17 @@ def sent_twice(header: Header) -> SyncError:
     )
 
 
+def unasked(peer: int, run: str) -> SyncError:
+    """Return the error of a frame that a run has no use for."""
+    return SyncError(
+        f"Rank {peer} sent a part of {run} that this rank does not wait for. Submit the same tensors, in the same "
+        "calls and order, on every rank.",
+        rank=peer,
+        tensor=run,
+        phase="recv",
+    )
+
+
 def located(error: SyncError, waiting: list[Waiting]) -> SyncError:
     """Add the tensor and phase that were waited for to an error that lacks them.
 

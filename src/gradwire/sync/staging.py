@@ -97,7 +97,7 @@ class Staging:
 
     def store(self) -> None:
         """Copy the results back."""
-        with torch.cuda.stream(self._stream):
+        with torch.no_grad(), torch.cuda.stream(self._stream):
             for store in self._stores:
                 store()
 

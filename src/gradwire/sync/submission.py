@@ -56,7 +56,13 @@ class Submission:
             if self._num_pending or self._completed:
                 return
             self._completed = True
-        self.staging.finish(self.future, self._value)
+        try:
+            self.staging.finish(self.future, self._value)
+        except Exception as error:
+            failure = SyncError(f"Averages could not be copied to where the gradients are: {error}", phase="copy back")
+            failure.__cause__ = error
+            self.future.set_exception(failure)
+            raise failure from error
 
     def failed(self, error: SyncError) -> None:
         """Fail the future; on any thread. Only the first error counts."""

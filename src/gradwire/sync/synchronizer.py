@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.core.errors import GradwireError, OptionError, SyncError
+from gradwire.core.errors import DisagreementError, GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.net.transport import Transport
@@ -193,7 +193,8 @@ class Synchronizer(Peers):
         Raises:
             SyncError: The synchronizer has failed, or a step is neither committed nor rolled back.
             OptionError: As for the constructor.
-            DisagreementError: Ranks have different plans. Raised on every rank.
+            DisagreementError: Ranks have different plans. Raised on every rank, all of which keep the plan that they
+                had.
         """
         self.wait()
         if self.residuals.is_open:
@@ -201,12 +202,19 @@ class Synchronizer(Peers):
         specs = self._tensors.specs
         self._prepare(plan, specs)
         # Everything sent under the old plan is here, and no rank sends under the new one before all have agreed.
+        before = self.plan
         self._tensors.replan(plan)
         self.plan = plan
+        try:
+            self._agree_on(specs)
+        except DisagreementError:
+            self._tensors.replan(before)
+            self.plan = before
+            self._agree_on(specs)  # no rank sends before all have their plans back
+            raise
         for name, entry in self._tensors.entries.items():
             if not policies.get(entry.feedback).has_velocity:
                 self.residuals.drop_velocity(name)
-        self._agree_on(specs)
         self.events.emit(Event("replan", time.monotonic(), detail={"step": self.step}))
 
     def _prepare(self, plan: Plan, specs: Mapping[str, TensorSpec]) -> None:
