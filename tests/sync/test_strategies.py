@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
+from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.plan import Plan
 from gradwire.sync.strategies import peer_strategies
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
@@ -32,10 +34,12 @@ def gradient(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float3
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
 
 
-def run_steps(synchronizer: Synchronizer, steps: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+def run_steps(
+    synchronizer: Synchronizer, steps: int, numel: int, dtype: torch.dtype = torch.float32, first: int = 0
+) -> list[Any]:
     """Average `steps` gradients, and return the means."""
     means = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         synchronizer.begin_step()
         grad = gradient(synchronizer.rank, step, numel, dtype)
         synchronizer.submit([GradientSlice("w", grad)])
@@ -145,6 +149,38 @@ def test_signs_are_those_of_the_majority(world_size: int) -> None:
     votes = sum(torch.where(grad >= 0, 1, -1) for grad in grads)
     for mean in means:
         assert torch.equal(mean > 0, votes >= 0)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_with_feedback_each_rank_and_each_aggregate_make_up_for_their_own_errors(partitions: int) -> None:
+    """signSGD of a whole tensor by its definition: the owner's gradient has one vote, like all others."""
+    world_size, numel, steps = 3, 2 * RANGE_ALIGNMENT, 5
+    plan = Plan({"w": "signsgd"}, strategy="scatter_reduce", partitions=partitions, min_elements=0)
+
+    def run(one: Synchronizer) -> list[torch.Tensor]:
+        means = run_steps(one, 2, numel)
+        one.load_state_dict(one.state_dict())  # changes nothing
+        return means + run_steps(one, steps - 2, numel, first=2)
+
+    with ranks(world_size, plan) as group:
+        found = group.each(run)
+
+    def signs(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.where(values >= 0, scale, -scale)
+
+    ends = torch.arange(partitions + 1) * numel // partitions
+    for start, end in itertools.pairwise(ends.tolist()):
+        local, aggregate = torch.zeros(world_size, end - start), torch.zeros(end - start)
+        for step in range(steps):
+            grads = torch.stack([gradient(rank, step, numel)[start:end] for rank in range(world_size)])
+            local += grads / world_size
+            votes = signs(local, local.abs().mean(1).max())
+            local -= votes
+            aggregate += votes.sum(0)
+            mean = signs(aggregate, aggregate.abs().mean())
+            aggregate -= mean
+            for means in found:
+                torch.testing.assert_close(means[step][start:end], mean, rtol=1e-5, atol=1e-7)
 
 
 def test_without_the_aggregate_residual_most_of_the_gradient_is_lost() -> None:

@@ -18,11 +18,19 @@ STORED: tuple[Role, ...] = (*ROLES, "velocity")
 
 @dataclass(eq=False)
 class ResidualSlice:
-    """The buffers of one element range. None stands for zeros."""
+    """The buffers of one element range. None stands for zeros.
+
+    Attributes:
+        committed: State of the last commit.
+        staged: What has been staged since.
+        spare: Memory for the next stage.
+        twin: The other role's slice of these elements, while this rank encodes them in both roles.
+    """
 
     committed: np.ndarray | None = None
     staged: np.ndarray | None = None
     spare: np.ndarray | None = None
+    twin: ResidualSlice | None = None
 
     def latest(self) -> np.ndarray | None:
         return self.committed if self.staged is None else self.staged

@@ -106,6 +106,7 @@ class Residuals:
         # Slices of one (name, role) never overlap. Gaps between them are zeros.
         self._slices: Slices = {}
         self._open: list[ResidualSlice] = []
+        self._twins: list[ResidualSlice] = []  # one of each two
         self._lock = threading.Lock()
         self._version = 0  # counts the changes of `_slices`
         self._num_commits = 0  # a commit of all; others and rollbacks count twice, because they break the alternation
@@ -180,6 +181,7 @@ class Residuals:
         """Make the staged residuals the state, for some parameters or for all. Only swaps pointers."""
         with self._lock:
             self._num_commits += 1 if names is None else 2
+            self._part_twins()
             for each in self._open_of(names):
                 if each.staged is not None:
                     each.committed, each.staged, each.spare = each.staged, None, each.committed
@@ -190,6 +192,7 @@ class Residuals:
         """Drop what was staged since the last commit, for some parameters or for all. Only swaps pointers."""
         with self._lock:
             self._num_commits += 2
+            self._part_twins()
             for each in self._open_of(names):
                 if each.staged is not None:
                     each.staged, each.spare = None, each.staged
@@ -304,6 +307,10 @@ class Residuals:
             if not merge:
                 self._open.clear()
                 self._slices = loaded
+                self._twins.clear()
+                for name, role in loaded:
+                    for elements, each in loaded[name, role].items() if role == "aggregate" else ():
+                        self._join_twins(each, loaded.get((name, "local"), {}).get(elements))
                 return
             for (name, role), slices in loaded.items():
                 for elements, each in slices.items():
@@ -365,13 +372,19 @@ class Residuals:
     def _take_over(self, key: ResidualKey, found: ResidualSlice) -> None:
         """Add what the other role holds of the range, because its encoder no longer exists.
 
-        A rank encodes each element once per step, in one role. A role that is asked for has replaced the other one:
-        after a resume or a re-plan, under another strategy.
+        A rank mostly encodes each element once per step, in one role. A role that is asked for has replaced the other
+        one: after a resume or a re-plan, under another strategy. If both are staged between two commits, the rank
+        encodes its own gradient before it merges (`Compressor.encode_own_before_merge`), and each role keeps its own.
         """
         if key.role not in ROLES:
             return
         other: Role = "local" if key.role == "aggregate" else "aggregate"
         slices = self._slices.get((key.name, other), {})
+        same = slices.get(key.range)
+        if same is not None and same.staged is not None:
+            self._join_twins(found, same)
+        if found.twin is not None and found.twin is same:
+            return
         if not any(overlap(old, key.range) for old in slices):
             return
         self._version += 1
@@ -381,6 +394,22 @@ class Residuals:
             self._open = [each for each in self._open if each is not found] + [found]
             found.staged = sum_of(found.latest(), left.latest())
         found.committed = sum_of(found.committed, left.committed)
+
+    def _join_twins(self, one: ResidualSlice, other: ResidualSlice | None) -> None:
+        if other is not None and one.twin is not other:
+            one.twin, other.twin = other, one
+            self._twins.append(one)
+
+    def _part_twins(self) -> None:
+        """Forget twins of which only one was staged: it takes over from the other when it is asked for."""
+        kept = []
+        for one in self._twins:
+            other = one.twin
+            if other is not None and (one.staged is None) == (other.staged is None):
+                kept.append(one)
+            elif other is not None:
+                one.twin = other.twin = None
+        self._twins = kept
 
     def _reslice(self, slices: dict[ElementRange, ResidualSlice], wanted: ElementRange) -> ResidualSlice:
         """Cut a range out of the slices that overlap it. What they hold outside the range remains."""
@@ -395,6 +424,9 @@ class Residuals:
                     slices[outside] = join([(old, each)], outside)
                     self._add_to_open(slices[outside])
             self._open = [other for other in self._open if other is not each]
+            if each.twin is not None:
+                each.twin.twin = None
+                each.twin = None
         self._add_to_open(found)
         return found
 
