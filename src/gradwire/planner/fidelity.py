@@ -87,8 +87,8 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
     # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.5 %; +5.1 %
-    # without), topk at 1 % (+1.6 %), dgc at 0.1 % with the published warm-up (+3.5 %), dragonn at 63 % of that, with
-    # less work where selecting elements needs prefix sums (+1.8 %). Without: powersgd with rank 4 (+2.5 %).
+    # without), topk at 1 % (+1.8 %), dgc at 0.1 % with the published warm-up (+2.4 %), dragonn at 63 % of that, with
+    # less work where selecting elements needs prefix sums (+2.0 %). Without: powersgd with rank 4 (+2.9 %).
     # threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
     # (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
