@@ -153,7 +153,8 @@ class Peers:
         """Block until everything submitted has ended.
 
         Raises:
-            SyncError: The synchronizer failed. Raised within twice `timeout`.
+            SyncError: The synchronizer failed. Raised within twice `timeout` of a failure, and after `stall_timeout` if
+                a rank lives but does not join the step.
         """
         if self._engine is not None:
             self._engine.wait_idle()

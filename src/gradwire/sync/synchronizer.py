@@ -4,8 +4,8 @@ It knows nothing about DDP. Callers submit lists of gradient slices, and a futur
 hold the mean.
 
 Guarantees: Every rank ends with the same bits, unless `replicas_may_differ`. Residuals change only when a step is
-committed. A failure on any rank ends every rank with one typed error within twice `timeout`. Nothing is sent before all
-ranks agree on names, shapes, methods and seed.
+committed. A failure on any rank ends every rank with one typed error within twice `timeout`, and a rank that lives but
+does not join a step within `stall_timeout`. Nothing is sent before all ranks agree on names, shapes, methods and seed.
 """
 
 from __future__ import annotations
