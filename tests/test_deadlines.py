@@ -84,6 +84,7 @@ LOCKS = {
     "parameter_server/process.py": "the counters of queued bytes",
     "residuals/transaction.py": "the table of residuals",
     "simulate/frames.py": "counts frames; waits have a limit",
+    "sync/codec.py": "the norm of one gradient",
     "sync/engine.py": "the tables of runs; waits have limits",
     "sync/norm_watch.py": "the norms of a step",
     "sync/run.py": "whether a run has ended",
