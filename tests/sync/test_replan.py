@@ -106,7 +106,8 @@ def test_what_is_left_for_an_unbiased_compressor_is_sent_once(method: str, parti
         found = []
         for step in range(4):
             if step == 2:
-                one.replan(Plan(method, strategy="allgather", partitions=partitions, feedback=feedback))
+                rules = {"w": method}  # whatever its size
+                one.replan(Plan(rules, strategy="allgather", partitions=partitions, feedback=feedback))
             mean = take_step(one, step)
             assert mean.isfinite().all()
             found.append(bool(one.residuals.norms()) and one.residuals.holds_after_pruning("w"))
