@@ -97,10 +97,10 @@ def native_step(gradients: Sequence[SimulatedGradient], cluster: Cluster, dtype:
     return step(SimulatedModel(whole, COMPUTE), Plan("none", strategy="ring"), cluster, costs).seconds
 
 
-def plan_of(
+def predictions(
     gradients: Sequence[SimulatedGradient], costs: Costs, allowed: Sequence[RankedCompressor], ranks: int, rate: float
-) -> PlanTable:
-    """The planner's proposal for a job on these links."""
+) -> tuple[PlanTable, dict[Candidate, float]]:
+    """The planner's proposal for a job on these links, and the predicted steps of DDP's own methods."""
     known = replace(for_ranks(costs, ranks), links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
     tensors = [
         planner.PlannedTensor(each.name, each.shape, ready=bucket[-1].ready_seconds)
@@ -108,14 +108,17 @@ def plan_of(
         for each in bucket
     ]
     backward, rest = COMPUTE.backward_seconds, COMPUTE.forward_seconds
-    return planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES)
+    natives = planner.natives(planner.buckets_of(tensors, BUCKET_BYTES), known, ("fp32", "fp16"))
+    fp32, fp16 = (rest + max(backward, natives[kind].finish) for kind in ("fp32", "fp16"))
+    table = planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES)
+    return table, {NATIVE: fp32, NATIVE_FP16: fp16}
 
 
 def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float]) -> Candidate:
-    """The choice of `auto`, which tries what is predicted to be faster than what it knows (`Autopilot`)."""
+    """The choice of `auto`, which tries what may be faster than what it knows (`Autopilot`)."""
     tried = {NATIVE: simulated[NATIVE]}
     for candidate in sorted(predicted, key=lambda each: (predicted[each], each.name)):
-        if candidate not in tried and predicted[candidate] < min(tried.values()):
+        if candidate not in tried and choice.worth_a_trial(candidate, predicted[candidate], min(tried.values())):
             tried[candidate] = simulated[candidate]
     return choice.choose(tried, margin)
 
@@ -129,11 +132,7 @@ def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: 
         NATIVE: native_step(gradients, cluster, torch.float32),
         NATIVE_FP16: native_step(gradients, cluster, torch.float16),
     }
-    table = plan_of(gradients, costs, allowed, ranks, rate)
-    nbytes = sum(grad.spec.nbytes for grad in gradients)
-    saved = 8 / rate * (ranks - 1) * nbytes / ranks
-    least = COMPUTE.forward_seconds + COMPUTE.backward_seconds
-    predicted = {NATIVE: table.native_step, NATIVE_FP16: max(least, table.native_step - saved)}
+    table, predicted = predictions(gradients, costs, allowed, ranks, rate)
     planned = NATIVE
     if not table.native:
         planned = Candidate.of(table)

@@ -161,8 +161,12 @@ def test_counters_account_for_all_datagrams(job, caplog):
     for round_ in range(30):
         check_round(clients, round_)
     until(lambda: clients[0].counters.forged == job.server.counters.forged == 3)
-    sent = sum(client.counters.sent for client in clients)
-    until(lambda: job.server.counters.received + job.server.counters.dropped == sent)
+    # A worker that has all results may still send what was due.
+    until(
+        lambda: (
+            job.server.counters.received + job.server.counters.dropped == sum(each.counters.sent for each in clients)
+        )
+    )
     with caplog.at_level("INFO", "gradwire"):
         for client in clients:
             client.close()
@@ -170,7 +174,7 @@ def test_counters_account_for_all_datagrams(job, caplog):
     server, workers = job.server.counters, [client.counters for client in clients]
     assert server.dropped > 0
     assert sum(each.sent_again for each in workers) >= server.dropped // 2
-    assert server.received + server.dropped == sent == sum(each.sent for each in workers)
+    assert server.received + server.dropped == sum(each.sent for each in workers)
     assert [each.forged for each in workers] == [3, 0, 0]
     for rank, each in enumerate(workers):
         where = f"aggregation server at {address[0]}:{address[1]}"

@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench.job import BenchmarkJob, Segment, TimedSteps
+from gradwire.bench.job import BenchmarkJob, Segment, SegmentOutcome, TimedSteps
 from gradwire.bench.launch import RanksError, launch
 from gradwire.bench.replay import with_full_names, without_learning
-from gradwire.bench.training import TrainingOptions, run, segments_of
+from gradwire.bench.training import TrainingOptions, _method, run, segments_of
 from gradwire.bench.workloads import make_workload
 from gradwire.core.errors import GradwireError, OptionError
 from gradwire.ddp.momentum import may_have_momentum
@@ -130,6 +130,17 @@ def test_in_the_lab_the_interface_agrees_with_our_count():
         assert time.step.median > 0.5 * time.ideal
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_ranks_that_differ_with_any_bucket_size_are_told(at):
+    segments = [Segment("none", size) for size in (4.0, 25.0)]
+    outcomes = [
+        [SegmentOutcome(index, rank, identical=index != at, timed=[TimedSteps(None, [0.1], 1, 1, 0.0, 0.0)])
+         for rank in range(2)]
+        for index in range(2)
+    ]  # fmt: skip
+    assert not _method("none", segments, outcomes, 0.1, measured=False).identical
+
+
 def test_a_rank_that_fails_ends_the_run_with_its_words():
     job = BenchmarkJob("no-such-workload", (Segment("none"),), folder="")
     with pytest.raises(RanksError, match="Unknown workload 'no-such-workload'"):
@@ -171,6 +182,7 @@ def test_the_deadline_ends_the_run(seconds):
         {"ranks": 1},
         {"steps": 0},
         {"methods": ()},
+        {"methods": ("ddp-fp32", "no-communication")},
         {"rates": ()},
         {"rates": ("1mbps",)},
         {"methods": ("gcomp",), "replay": True},

@@ -1,8 +1,10 @@
 """Verdicts over runs in turns, of hand-made records."""
 
 import pytest
-from benchmarks.planning.never_slower import Verdict, table, verdicts
+from benchmarks.accuracy.time_to_accuracy import Task
+from benchmarks.planning.never_slower import RANKS, Verdict, cell, table, verdicts
 from benchmarks.planning.turns import MIN_TURNS
+from rich.progress import Progress
 
 from gradwire.bench.job import BenchmarkJob, Segment
 from gradwire.bench.launch import launch
@@ -61,3 +63,15 @@ def test_the_methods_of_each_run_are_timed_in_turns():
         assert len(timed.seconds) % MIN_TURNS == 0 and min(timed.seconds) > 0
         sent[segments[each.segment].method] = timed.sent_bytes / len(timed.seconds)
     assert 3 * sent["int8"] < sent["ddp-fp32"]
+
+
+@pytest.mark.ci
+@pytest.mark.root
+def test_the_runs_of_a_cell_are_shared_by_its_jobs():
+    methods, runs = ("int8", "ddp-fp32"), 3
+    found = cell(Task.of("digits", None), "100mbit", methods, 2, runs, 0.1, Progress(disable=True))
+    assert sorted((row["method"], row["run"]) for row in found) == [
+        (method, run) for method in sorted(methods) for run in range(runs)
+    ]
+    assert {row["ranks"] for row in found} == {RANKS} and min(row["value"] for row in found) > 0
+    assert Verdict.of(found).rival == "ddp-fp32"

@@ -32,7 +32,9 @@ def lab(known: Calibration) -> list[Measured]:
 @pytest.mark.parametrize("known", [Calibration(1e-4, 2e-9, 4e-9, 2e-4, 1.1), Calibration(0.0, 1e-9, 1e-9, 0.0, 1.0)])
 def test_calibration_finds_the_constants_of_a_lab(known: Calibration) -> None:
     found = calibration.calibrate(lab(known), KNOWN, RANKS, RATE, CORES)
-    assert tuple(found) == pytest.approx(tuple(known), rel=0.05, abs=1e-5)
+    for name, value in found._asdict().items():
+        lost = 1e-10 if "byte" in name else 1e-5  # too little to be seen in these steps
+        assert value == pytest.approx(getattr(known, name), rel=0.05, abs=lost), name
 
 
 def test_costs_of_a_byte_are_not_told_apart_by_steps_that_are_too_short() -> None:

@@ -230,6 +230,9 @@ def test_trainings_resume_and_are_not_repeated(execute):
     losses = [row for row in first if row["metric"] == "validation_loss"]
     assert all(0 < row["accuracy"] < 1 and row["training_loss"] > 0 for row in losses)
     assert losses[-1]["value"] < losses[0]["value"]
+    (sent,) = [row["value"] for row in first if row["metric"] == "training_bytes"]
+    size = benchmark.Task.of("digits", None).num_parameters
+    assert sent == pytest.approx(4 * size, rel=0.02), "an all-reduce of two ranks sends each gradient once, per step"
     write_figures(benchmark.NAME, [{**row, "date": "earlier"} for row in first], execute.path)
     then = execute("ddp-fp32,auto", parts="learn")
     assert {row["method"] for row in then if row["date"] != "earlier"} == {compared.trained_as(plan)}

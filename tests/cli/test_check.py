@@ -31,11 +31,27 @@ ready = good_of_test(levels=50)
 # Rounds down, and says that it is unbiased; forgets the step.
 BAD = GOOD.replace("+ random()", "").replace("good", "bad").replace("p.q * p.step", "p.q * p.step * 3")
 
+# Subtractive dither: all ranks draw the same numbers, other ones in each step.
+DITHERED = """\
+import gradwire as gw
+from gradwire.lang import concat, floor, int8, random
+
+@gw.compressor(feedback="none")
+def dithered_of_test(g):
+    step = abs(g).reduce(max) / 100
+    return concat(step=step, q=g.map(lambda x: floor(x / step + random(shared=True)), dtype=int8))
+
+@dithered_of_test.decode
+def _(p):
+    return (p.q - random(shared=True) + 0.5) * p.step
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "good_compressors.py").write_text(GOOD)
     (tmp_path / "bad_compressors.py").write_text(BAD)
+    (tmp_path / "dithered.py").write_text(DITHERED)
     (tmp_path / "empty.py").write_text("from gradwire.compressors import make\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -57,6 +73,12 @@ def test_a_file_of_the_users_is_checked_line_by_line(folder: Path) -> None:
     assert all(line.startswith("ok ") for line in lines)
     assert "generated-code-for-the-cpu-gives-what-the-oracle-gives" in result.output
     assert last.startswith(f"{len(lines)} passed, 0 failed, {len(CHECKS) - len(lines)} do not apply, ")
+
+
+def test_bytes_may_depend_on_the_step_without_random_rounding(folder: Path) -> None:
+    result = run("check", "dithered.py:dithered_of_test", "--only", "randomness-depends-on-the-context-alone")
+    assert result.exit_code == 0, result.output
+    assert "1 passed" in result.output
 
 
 def test_a_failure_says_what_and_how_to_run_it_again(folder: Path) -> None:

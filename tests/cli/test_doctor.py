@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire.cli.app import build_app
-from gradwire.cli.checks import software
+from gradwire.cli.checks import network, software
 from gradwire.cli.checks.finding import NOTE, OK, PROBLEM, Finding, run_check
 from gradwire.cli.doctor import page
 
@@ -54,6 +54,18 @@ def test_a_variable_with_which_no_job_can_run_is_a_problem(
     assert result.exit_code == 1
     assert "No job can run here: 1 problem, marked ✗." in result.output
     assert advice in " ".join(result.output.split())
+
+
+def test_two_variables_are_two_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo and gradwire listen at the interface, whatever the address of rank 0."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    one, other, *_ = network.addresses()
+    assert (one.name, one.text) == ("GLOO_SOCKET_IFNAME", "lo: this rank would listen at 127.0.0.1")
+    assert (other.name, other.text) == ("MASTER_ADDR", "127.0.0.1: its interface has 127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    one, other, *_ = network.addresses()
+    assert (one.name, one.status, other.status) == ("GLOO_SOCKET_IFNAME", PROBLEM, OK)
 
 
 def test_packages_that_are_missing_or_old_come_with_the_command_to_install_them() -> None:

@@ -17,12 +17,18 @@ def test_output_summary_and_exit_code(tmp_path):
     assert [host["returncode"] for host in written["hosts"]] == [0, 0]
 
 
-def test_a_failing_host_is_named_and_its_code_is_ours():
+@pytest.mark.parametrize("relay", [["--quiet"], ["--only", "0"], ["--only", "1"], []])
+def test_a_failing_host_is_named_and_its_code_is_ours(relay):
     script = '[ "$RANK" = 1 ] && { echo broken >&2; exit 5; }; sleep 60'
-    done = run("lab", "--hosts", "2", "--grace", "0.1", "--quiet", "--", "sh", "-c", script)
+    done = run("lab", "--hosts", "2", "--grace", "0.1", *relay, "--", "sh", "-c", script)
     assert done.returncode == 5
     assert "Host 1 failed first: exit code 5" in done.stderr
-    assert "broken" in done.stderr
+    assert done.stderr.count("broken") == 1
+
+
+def test_only_a_host_that_there_is_can_be_relayed():
+    done = run("lab", "--hosts", "2", "--only", "2", "--", "true")
+    assert done.returncode != 0 and "--only takes 0 to 1" in done.stderr
 
 
 def test_the_time_limit():

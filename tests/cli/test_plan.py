@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -8,7 +11,7 @@ from gradwire.bench.users import UserCodeError
 from gradwire.cli import plan as command
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import PlanTable
-from gradwire.planner.costs import LinkCosts
+from gradwire.planner.costs import Costs, LinkCosts
 from gradwire.planner.fidelity import methods
 from tests.planner.machines import codecs, costs
 
@@ -45,6 +48,16 @@ def test_a_plan_is_printed_and_saved_pinned(app, costs_file, tmp_path) -> None:
     assert table.pinned
     assert table.world_size == 8
     assert set(table.plan().entries) == {row.name for row in table.rows}
+
+
+def test_a_described_link_has_its_own_nodes(app, costs_file) -> None:
+    """Whatever nodes costs were measured on."""
+    path = Path(costs_file)
+    measured = Costs.from_json(path.read_text())
+    path.write_text(replace(measured, ranks_per_node=2, within=LinkCosts(1e-6, 1e-10)).to_json())
+    arguments = ["plan", "--model", "lstm", "--costs", costs_file, "--json", "--rate", "1gbit", "--ranks", "3"]
+    found = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert PlanTable.from_json(found.output).world_size == 3
 
 
 def test_a_described_link_replaces_the_measured_one(app, costs_file) -> None:

@@ -21,6 +21,14 @@ def test_values_are_those_of_equations_1_to_3(sparsity) -> None:
     assert torch.equal(found.double(), expected)
 
 
+def test_a_scale_counts_as_float32_as_in_a_fusion_group() -> None:
+    codec, grad = compressors.make("threelc"), torch.tensor([5.0, 1.0, -3.0])
+    third = float(np.float32(1 / 3))
+    assert 5 * third != 5 / 3
+    one, other = (codec.encode(grad, context(grad), scale=scale) for scale in (1 / 3, third))
+    assert one.body.tobytes() == other.body.tobytes()
+
+
 def test_a_tensor_of_zeros_takes_a_280th() -> None:
     """Section 3.3: all techniques together reach a ratio of 280 on zeros, without the scale's four bytes."""
     codec, grad = compressors.make("threelc"), torch.zeros(280_000)

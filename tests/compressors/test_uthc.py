@@ -48,6 +48,14 @@ def test_rotation_makes_the_range_and_the_error_smaller() -> None:
     assert errors["block"] < errors["none"] / 3
 
 
+@pytest.mark.parametrize("rotate", ["block", "none"])
+@pytest.mark.parametrize("size", [1e-28, 1e-31, 1e-38, 1e-43])
+def test_tiny_blocks_decode_to_nothing_that_is_larger(rotate: str, size: float) -> None:
+    grad = normal(1024) * size
+    found = np.abs(sent(compressors.make("uthc", rotate=rotate), grad)).max()
+    assert found <= 2 * float(grad.abs().max()) and (found == 0) == (size < 1e-30)
+
+
 def test_a_constant_is_sent_exactly_without_rotation() -> None:
     codec, grad = compressors.make("uthc", rotate="none"), torch.full((3000,), 0.1)
     assert torch.equal(codec.decode(codec.encode(grad, context(grad)), context(grad)), grad)

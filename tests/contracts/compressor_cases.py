@@ -28,7 +28,7 @@ from gradwire.testing.cases import (
 from gradwire.wire.payload import Payload
 
 __all__ = [
-    "BACKENDS", "CASES", "EDGE_TENSORS", "NONFINITE_TENSORS", "OPTION_SETS", "Halving", "bits", "context", "each_case",
+    "BACKENDS", "CASES", "EDGE_TENSORS", "NONFINITE_TENSORS", "OPTION_SETS", "Halving", "bits", "context",
     "every_case", "float32_context", "heavy_tailed", "marks", "normal", "reduced", "use_backend", "with_body",
 ]  # fmt: skip
 
@@ -106,11 +106,6 @@ def marks(codec: Compressor) -> list[pytest.MarkDecorator]:
     """Mark cases that compile code for each option set; `tests/compressors/test_published.py` runs all of them."""
     default = codec.options == compressors.describe(codec.name).options if codec.name in compressors.names() else True
     return [] if default or not isinstance(codec, TracedCompressor) else [pytest.mark.ci]
-
-
-each_case = pytest.mark.parametrize(
-    "codec", [pytest.param(codec, marks=marks(codec), id=repr(codec)) for codec in CASES]
-)
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:

@@ -76,6 +76,21 @@ def test_an_infinite_step_leaves_no_trace(method: str, strategy: str, with_optim
         assert rank["hashes"][6] != rank["hashes"][5]
 
 
+def test_momentum_correction_clips_what_the_loss_scale_has_been_taken_from() -> None:
+    """Scales are powers of two, so that the bits are those of a training without a scaler."""
+    for hashes in results(launch("ddp.clipped", 2, clips=[0.0, 0.1], scales=[0.0, 1024.0])):
+        assert hashes["0.1 1024.0"] == hashes["0.1 0.0"]
+        assert hashes["0.1 0.0"] != hashes["0.0 0.0"], "nothing was clipped"
+
+
+def test_momentum_that_comes_back_after_attach_is_not_applied_twice() -> None:
+    for found in results(launch("ddp.momentum_returns", 2)):
+        for case in ("loaded", "cycled"):
+            assert "SGD with momentum=0.9" in found[case] and "would be applied twice" in found[case]
+            assert "had none at attach" in found[case]
+        assert not found["at first"] and not found["set to 0"] and not found["detached"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("method", "world_size"), [("threelc", 3), ("none", 2)])
 def test_the_norm_watch_names_a_broken_rank_and_its_tensor(method: str, world_size: int) -> None:

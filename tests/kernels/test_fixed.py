@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -124,3 +127,19 @@ def test_threads_write_the_same_bytes(monkeypatch):
         alone[threads] = pack(cpu, x)
         assert unpack(cpu, alone[threads], x).tobytes() == x.tobytes()
     assert alone[1] == alone[2]
+
+
+def test_a_chunk_without_a_byte_is_refused_before_it_is_read():
+    """The body ends where no page can be read."""
+    code = """
+import ctypes, mmap
+import numpy as np
+from gradwire.kernels.cpu import unpack_fixed
+pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+memory = np.frombuffer(pages, np.uint8)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(memory.ctypes.data + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+print(unpack_fixed(memory[mmap.PAGESIZE - 4 : mmap.PAGESIZE], np.empty(1000, np.float32)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr

@@ -22,6 +22,7 @@ def test_traffic_between_two_readings_and_from_the_other_end():
     assert since == InterfaceCounters(bytes_sent=9, bytes_received=100, packets_sent=2, packets_received=3)
     assert since.mirrored() == InterfaceCounters(bytes_sent=100, bytes_received=9, packets_sent=3, packets_received=2)
     assert Drops(5, 5, 5) - Drops(1, 2, 3) == Drops(4, 3, 2)
+    assert Drops(0, 2, 5) - Drops(7, 3, 5) == Drops(0, 2, 0), "a queue that is made again counts from 0"
 
 
 def test_an_interface_of_this_machine():

@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.lab import Lab, LabError
+from gradwire.lab import Lab, LabError, plain
+from gradwire.lab.counters import Drops, InterfaceCounters
+from gradwire.lab.results import HostResult, LabResult
 from tests.lab.support import TRAFFIC, Watch, namespace, printed
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -94,6 +96,22 @@ def test_the_time_limit_ends_even_what_ignores_the_polite_signal(monkeypatch):
     assert (result.timed_out, result.first_failed, result.exit_code) == (True, None, 124)
     assert {host.outcome for host in result.hosts} <= {"signal SIGKILL", "signal SIGTERM"}
     assert "time limit" in result.message
+
+
+def test_a_run_that_reached_its_time_limit_has_failed_whatever_its_commands_say():
+    host = HostResult(0, 0, 1.0, "", "", InterfaceCounters(0, 0, 0, 0), Drops(0, 0, 0), ended_by_lab=True)
+    result = LabResult((host,), 1.0, first_failed=None, timed_out=True)
+    assert (result.ok, result.exit_code) == (False, 124) and "time limit" in result.message
+    with pytest.raises(LabError, match="time limit"):
+        result.check()
+
+
+def test_filters_that_may_not_be_switched_off_are_left_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain, "_FILTERS", tmp_path)
+    (tmp_path / "bridge-nf-call-iptables").mkdir()  # so that it cannot be written, whoever asks
+    (tmp_path / "bridge-nf-call-arptables").write_text("1")
+    plain.filter_nothing()
+    assert (tmp_path / "bridge-nf-call-arptables").read_text() == "0"
 
 
 @pytest.mark.root

@@ -238,3 +238,12 @@ def extremes(g, block=100):
 @_algorithm(lambda p: p.q * p.scale + where(random(shared=True) < p.rate, p.offset, 0.0))
 def known_numbers(g, rate=0.3):
     return concat(scale=1 / (g.size + 1), rate=rate, offset=3, large=1e300, q=g.map(round_even, dtype=int8))
+
+
+@_algorithm(lambda p: p.q * p.gap + p.coarse * p.gap / 4 + p.fine * p.gap / 16)
+def trits_and_levels(g):
+    gap = abs(g).reduce(max)
+    level = abs(g) / gap
+    return concat(
+        gap=gap, q=g.map(sign, dtype=trit), coarse=(level * 3).map(dtype=uint2), fine=(level * 15).map(dtype=uint4)
+    )

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from gradwire.core.errors import UnknownNameError
-from gradwire.lang import TraceError, apply, concat, floor, int8, interpret, operators
+from gradwire.lang import TraceError, apply, ceil, concat, floor, int8, interpret, operators
+from gradwire.lang.emit import statics
 from gradwire.lang.ir import FLOAT, SCALAR, Dtype, Node, Space
 from gradwire.lang.operators import Arithmetic, FitError, Operator, Statement, Text, lookup, register
+from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from tests.lang.targets.test_numba import Compiled, environment, gradient
 from tests.lang.test_trace import traced
 
@@ -117,3 +119,15 @@ def test_an_unknown_operator_lists_the_known() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'median_of_test'"):
         lookup("median_of_tests")
     assert "reduce" in operators.names()
+
+
+def test_known_numbers_are_divided_exactly_and_by_zero_as_floats_are() -> None:
+    def encode(g: Any) -> Any:
+        kept = g.filter(lambda x: x > 0).top(ceil(0.07 * (g.size / 1024)))
+        return concat(index=kept.index, value=kept.value, infinite=1 / (g.size - 1), none=(g.size - 1) / (g.size - 1))
+
+    program = traced(encode, lambda p: p.value.scatter(p.index))
+    (top,) = [node for node in program.encode_nodes() if node.op == "top"]
+    assert evaluate_static(top.inputs[1], 102_400) == 7
+    values = static_values(statics(program), 1)
+    assert np.isinf(values).any() and np.isnan(values).any()

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.errors import StatusError
 from gradwire.observe import status as statuses
-from gradwire.observe.status import LinkStatus, RankStatus, decode, encode, printable
+from gradwire.observe.status import LinkStatus, RankStatus, TensorStatus, decode, encode, printable
 from tests.observe.statuses import blocked, status
 
 
@@ -30,6 +31,12 @@ def test_every_field_comes_back(found: RankStatus) -> None:
 def test_numbers_that_are_not_finite_are_unknown() -> None:
     found = replace(status(), residual_norm=math.nan, step_age=math.inf)
     assert decode(encode(found)) == replace(found, residual_norm=None, step_age=None)
+
+
+@pytest.mark.parametrize("norm", [0.0, 5e-324, 1e19, 1e4 * torch.finfo(torch.float32).max])
+def test_the_norm_of_any_float32_residual_comes_back(norm: float) -> None:
+    found = status(residual_norm=norm, tensors=(TensorStatus("fc.weight", "threelc ring", 1, 0.0, 0.0, norm),))
+    assert decode(encode(found)) == found
 
 
 def test_a_large_job_fits() -> None:

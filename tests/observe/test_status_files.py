@@ -83,10 +83,12 @@ def test_of_many_files_the_newest_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert [each.status.rank for each in status_files.read_folder(tmp_path).files] == [5, 4, 3]
 
 
-def test_files_that_nobody_writes_any_more_are_removed(tmp_path: Path) -> None:
-    for name in ("status-old.json", "status-old.json.new", "flight-old.json", "status-young.json"):
+def test_files_that_nobody_writes_any_more_are_removed_and_no_others(tmp_path: Path) -> None:
+    old, young = (status_files.path_of(tmp_path, job, 0) for job in ("00c0ffee00c0ffee", "0123456789abcdef"))
+    of_the_user = {"flight-1.json", "status-notes.md", "status-2026.json", "status-00c0ffee00c0ffee-rank0.json.bak"}
+    for name in (old.name, f"{old.name}.new", young.name, *of_the_user):
         (tmp_path / name).write_text("{}")
-        if "old" in name:
+        if name != young.name:
             os.utime(tmp_path / name, (1e9, 1e9))
     status_files.remove_old(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"flight-old.json", "status-young.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {young.name, *of_the_user}

@@ -192,7 +192,8 @@ def test_batches_are_cast_where_that_makes_the_step_shorter():
         assert table.step < 0.8 * table.dense_step
         dense = plan(tensors, casting(rate=1e8), [DENSE])
         assert {row.spec for row in dense.rows} == {"none"}
-        assert dense.step == dense.dense_step == table.dense_step
+        assert dense.dense_step == table.dense_step
+        assert dense.step == min(dense.dense_step, dense.native_step)
         each = route("bf16", small[0].strategy, small[0].partitions, 4000, casting(rate=1e8)).seconds
         assert sum(row.total for row in small) == pytest.approx(60 * each)
 
@@ -232,7 +233,7 @@ def test_a_plan_must_also_beat_ddps_fp16_hook_where_it_is_allowed():
     half = plan(tensors, job, [DENSE], native=("fp32", "fp16"))
     assert half.native and half.native_kind == "fp16"
     assert half.step == half.native_step == pytest.approx(native_seconds(2_000_000, job))
-    assert half.verdict().endswith("of a step by DDP's fp16 hook.")
+    assert half.verdict().endswith("by DDP's fp16 hook.")
     shorts = [PlannedTensor("w", (1000, 1000), torch.bfloat16)]  # of two bytes already
     assert plan(shorts, job, [DENSE], native=("fp16",)).native_step == pytest.approx(half.step)
     # Without any, gradwire's own dense step is what a plan must beat.
@@ -244,11 +245,16 @@ def test_a_plan_must_also_beat_ddps_fp16_hook_where_it_is_allowed():
 
 
 def test_the_frameworks_buckets_follow_each_other():
-    tensors = gradients((1000, 0.0), (1000, 0.1))
+    tensors = gradients((1000, 0.0), (1000, 0.1), (1000, 0.2))
     job = costs(rate=1e9)
-    one, both = native_seconds(4_000_000, job), native_seconds(8_000_000, job)
-    assert plan(tensors, job, [DENSE], bucket_bytes=1).native_step == pytest.approx(max(0.1, one) + one)
-    assert plan(tensors, job, [DENSE], bucket_bytes=25 << 20).native_step == pytest.approx(0.1 + both)
+    one, two = native_seconds(4_000_000, job), native_seconds(8_000_000, job)
+    assert one < 0.1
+    assert plan(tensors, job, [DENSE], bucket_bytes=1).native_step == pytest.approx(0.2 + one)
+    assert plan(tensors, job, [DENSE], bucket_bytes=25 << 20).native_step == pytest.approx(0.2 + two), "1 MiB first"
+    handed_over = gradients((1000, 0.1), (1000, 0.2), (1000, 0.2))
+    for bucket_bytes in (25 << 20, None):
+        found = plan(handed_over, job, [DENSE], bucket_bytes=bucket_bytes).native_step
+        assert found == pytest.approx(max(0.2, 0.1 + one) + two)
 
 
 def test_half_precision_gradients_are_dense_at_half_the_bytes():

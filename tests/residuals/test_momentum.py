@@ -218,5 +218,5 @@ def test_an_optimizer_whose_momentum_cannot_be_taken_is_refused_with_advice() ->
     used = sgd(momentum=0.9)
     used.param_groups[0]["params"][0].grad = torch.ones(3)
     used.step()
-    with pytest.raises(OptionError, match=r"Call MomentumCorrection\.of\(\) before the first step"):
+    with pytest.raises(OptionError, match=r"Call MomentumCorrection\.of\(\) on a new optimizer"):
         MomentumCorrection.of(used)

@@ -11,6 +11,7 @@ from gradwire.planner.costs import LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.simulate.jobs import jobs_of
 from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice
 from gradwire.wire.frame import HEADER_BYTES
 from tests.simulate.costs import costs, model, onebit, summed
@@ -109,6 +110,15 @@ def test_dense_tensors_of_a_bucket_travel_together():
         ("layer2.bias and 1 more", 4.0),
         ("layer4.bias", 5.0),
     ]
+
+
+def test_a_cast_batch_and_tensors_compressed_by_the_same_cast_travel_apart():
+    entries = [PlanEntry(make("bf16"), "allgather", 1, "none", batched) for batched in (True, False)]
+    plan = Plan.of_entries({"layer0.weight": entries[1], "layer1.bias": entries[0]})
+    tensors = [SimulatedGradient("layer0.weight", (100, 100)), SimulatedGradient("layer1.bias", (100,))]
+    known = replace(KNOWN, codecs={**KNOWN.codecs, "bf16": KNOWN.codecs["onebit"]})
+    jobs = jobs_of(SimulatedModel(tensors, bucket_bytes=1 << 30), plan, cluster(4), known)
+    assert [job.name for job in jobs] == ["layer0.weight", "layer1.bias"]
 
 
 @pytest.mark.parametrize("method", ["onebit", "int8shared", "powersgd"])

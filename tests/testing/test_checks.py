@@ -114,6 +114,25 @@ def test_a_faulty_codec_is_found(name: str, codec: Faulty, said: str) -> None:
     assert str(outcome.error)
 
 
+def test_a_wrong_factor_of_a_few_elements_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = compressors.make("randomk:ratio=0.01")
+    check = BY_NAME["unbiased-over-the-private-stream"]
+    (outcome,) = run(codec, [check])
+    assert outcome.error is None
+    right = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *arguments, **options: right(*arguments, **options).mul_(2))
+    (outcome,) = run(codec, [check])
+    assert "of the gradient on average" in str(outcome.error)
+
+
+def test_a_sum_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = compressors.make("int8shared")
+    monkeypatch.setattr(codec, "finalize", lambda total, world_size, ctx, stats, out: out.zero_())
+    monkeypatch.setattr(codec, "decode_sum", lambda payloads, ctxs, out, stats=(): out.zero_())
+    (outcome,) = run(codec, [BY_NAME["finalized-sum-is-the-sum-of-decodes"]])
+    assert "does not point where the mean" in str(outcome.error)
+
+
 class Forgetful(Halving, StatefulCompressor):
     """Halving, with a state that it trusts, and returns in float64."""
 

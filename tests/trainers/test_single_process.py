@@ -49,6 +49,11 @@ def test_a_wrong_name_is_an_error_with_one_process_too() -> None:
         alone("threelcc")
 
 
+def test_a_wrong_option_is_an_error_with_one_process_too() -> None:
+    with pytest.raises(gw.errors.OptionTypeError, match="fidelty"):
+        attach_unless_alone(nn.Linear(4, 2), "threelc", 1, optimizer=None, scaler=None, fidelty="exact")
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 def test_frozen_parameters_may_be_quantized(dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(4, 2))

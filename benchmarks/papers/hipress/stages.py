@@ -192,10 +192,9 @@ def make_plan(staged: Staged, recording: Recording, rank: Rank) -> PlanTable:
     tensors = [PlannedTensor(name, spec.shape, spec.dtype, ready[name]) for name, spec in specs.items()]
     text = None
     if rank.rank == 0:
-        nbytes = sum(spec.nbytes for spec in specs.values()) // len(recording.buckets)
         text = plan(
             tensors, costs, staged.how.chosen, partitions=staged.how.partitions, backward=backward,
-            rest=recording.step_seconds - backward, bucket_bytes=nbytes, min_elements=staged.how.plan.min_elements,
+            rest=recording.step_seconds - backward, bucket_bytes=None, min_elements=staged.how.plan.min_elements,
         ).to_json()  # fmt: skip
     return PlanTable.from_json(staged.synchronizer.share(text))
 

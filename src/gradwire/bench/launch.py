@@ -173,7 +173,7 @@ def _run_on_loopback(
 
 
 def _check_ended(runner: Runner) -> None:
-    if all(job.process.returncode == 0 for job in runner.jobs):
+    if not runner.timed_out and all(job.process.returncode == 0 for job in runner.jobs):
         return
     failed = runner.jobs[runner.first_failed or 0]
     what = "The time limit was reached." if runner.timed_out else f"Rank {failed.host} failed first."

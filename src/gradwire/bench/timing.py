@@ -51,8 +51,9 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     """
     rank, segment = training.rank, training.segment
     rank.set_rate(rate)
-    # A training at this rate has settled already, unless it was too short.
-    settled = training.connection.settle(training.step, restart=rate != segment.train_rate or not segment.train_steps)
+    # A training at this rate has settled already, unless it was too short or other rates came between.
+    has_settled = segment.train_steps > 0 and rate == segment.train_rate == segment.rates[0]
+    settled = training.connection.settle(training.step, restart=not has_settled)
     dist.barrier()
     counters = interface_counters() if rank.job.shaped else None
     costs = training.connection.costs(training.steps)

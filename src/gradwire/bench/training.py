@@ -85,6 +85,8 @@ class TrainingOptions:
             ("rates", len(self.rates), 1),
             ("bucket sizes", len(self.buckets_mb), 1),
         )
+        if methods.SILENT in self.methods:
+            raise OptionError(f"{methods.SILENT} is timed in every run. Leave it out of the methods.")
         for name, number, least in limits:
             if number < least:
                 raise OptionError(f"The number of {name} must be at least {least}, got {number}.")
@@ -231,7 +233,7 @@ def _method(
         losses=across_ranks([outcome.losses for outcome in first]),
         validation_loss=first[0].validation_loss,
         validation_accuracy=first[0].validation_accuracy,
-        identical=all(outcome.identical is not False for outcome in first),
+        identical=all(outcome.identical is not False for outcomes in outcomes_tried for outcome in outcomes),
         times=[min(tried, key=lambda time: time.step.median) for tried in zip(*times_tried, strict=True)],
         train_seconds=across_ranks([outcome.train_seconds for outcome in first]),
         validations=first[0].validations,

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from gradwire.cli.files import out_file
 from gradwire.cli.options import grouped
+from gradwire.core.errors import OptionError
 
 if TYPE_CHECKING:
     from gradwire.lab import LabResult
@@ -77,6 +78,8 @@ def lab(
     """
     from gradwire.lab import Lab
 
+    if output.only is not None and not 0 <= output.only < network.hosts:
+        raise OptionError(f"There is no host {output.only}: --only takes 0 to {network.hosts - 1}.")
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         with Lab(network.hosts, network.rate, loss=network.loss, delay=network.delay, queue=network.queue) as net:
@@ -88,7 +91,7 @@ def lab(
     if output.json_file is not None:
         summary = asdict(network) | {"command": command} | result.to_dict()
         output.json_file.write_text(json.dumps(summary, indent=2) + "\n")
-    _print_summary(result, quiet=output.quiet)
+    _print_summary(result, output)
     raise typer.Exit(result.exit_code)
 
 
@@ -103,7 +106,7 @@ def _on_terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _print_summary(result: LabResult, *, quiet: bool) -> None:
+def _print_summary(result: LabResult, output: LabOutput) -> None:
     table = Table(title="gradwire lab: traffic at each host's interface", box=box.SIMPLE)
     for name in ("host", "MB sent", "MB received", "packets sent", "received", "dropped", "lost", "s", "end"):
         table.add_column(name, justify="left" if name == "end" else "right")
@@ -118,5 +121,6 @@ def _print_summary(result: LabResult, *, quiet: bool) -> None:
     Console(stderr=True).print(table)
     if not result.ok:
         print(f"gradwire lab: {result.message}", file=sys.stderr)
-        if quiet and result.first_failed is not None:
+        relayed = not output.quiet and output.only in (None, result.first_failed)
+        if result.first_failed is not None and not relayed:
             print(result.hosts[result.first_failed].stderr, file=sys.stderr, end="")

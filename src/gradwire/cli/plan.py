@@ -113,7 +113,7 @@ def _network(costs: Costs, ranks: int | None, rate: str | None, latency: str, ra
     world_size = ranks or (costs.world_size if measured else DEFAULT_RANKS)
     link = LinkCosts(seconds(latency), 8 * ranks_per_node / _bits(rate))
     within = None if ranks_per_node == 1 else LinkCosts(*WITHIN_NODES)
-    known = for_ranks(costs, world_size)
+    known = for_ranks(replace(costs, ranks_per_node=1, within=None), world_size)
     return replace(known, links=(link,), native=None, ranks_per_node=ranks_per_node, within=within)
 
 

@@ -37,9 +37,11 @@ def codecs_of(target: str, options: list[str] | None) -> dict[str, Compressor]:
         GradwireError: There is no such file, module or compressor, or an option does not fit.
         UserCodeError: The user's code raised.
     """
-    from gradwire.compressors.base.registry import parse_option
+    from gradwire.compressors.base.registry import names, options_of, parse_option
 
-    given = dict(parse_option(option, target) for option in options or [])
+    name = target.partition(":")[0]
+    defaults = options_of(name) if name in names() else {}
+    given = dict(parse_option(option, target, defaults) for option in options or [])
     if not target.endswith(".py"):
         return {target: _codec_of(target, given)}
     found = _compressors(load_module(target))

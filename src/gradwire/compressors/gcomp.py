@@ -76,6 +76,7 @@ class GComp(FloatPacking):
     name: ClassVar[str] = "gcomp"
     exact = False
     unbiased = False
+    unique_encoding = False  # levels may be sent or derived
     needs_optimizer = True
 
     def __init__(

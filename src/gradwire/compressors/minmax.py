@@ -1,8 +1,9 @@
 """Stochastic quantization to b bits: 2^b levels from the smallest to the largest element.
 
 Unbiased to 2⁻¹⁷ of the distance between levels, so it needs no error feedback; from level 128 on, with 8 bits, to 2⁻¹⁶,
-because float32 ties go to even there. Elements are clamped if the largest and the smallest lie further apart than the
-largest float32.
+because float32 ties go to even there. Levels are rounded to float32, which counts where the smallest element is much
+larger than their distance. Elements are biased if the largest and the smallest lie further apart than the largest
+float32.
 
 Body: the smallest element and the distance between levels as float32, then b bits per element.
 

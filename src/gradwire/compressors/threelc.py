@@ -98,7 +98,7 @@ class ThreeLC(ArrayCompressor):
     def _encode(self, x: np.ndarray, ctx: Context, args: EncodeArguments) -> np.ndarray | None:
         # Step 1, the accumulation of the input into the buffer, is done: x is the compensated gradient.
         M = self._scale(float(kernels.abs_max(x)) if args.abs_max is None else args.abs_max)
-        sent_M = scaled(M, args.scale)
+        sent_M = scaled(M, float(np.float32(args.scale)))  # as in a fusion group
         if not math.isfinite(sent_M):
             return None
         head = _SCALE_BYTES + self._table_bytes(x.size)

@@ -1,7 +1,8 @@
 """Uniform THC: evenly spaced levels between the smallest and the largest coordinate of all ranks, which add up.
 
-Unbiased. Payloads add up like those of `thc`, of which this is the simple form: the table is 0, 1, ... 2^bits − 1, and
-nothing is clamped.
+Unbiased, except for blocks whose levels would be less than 2^-100 apart but are not the same: they decode to zeros.
+Payloads add up like those of `thc`, of which this is the simple form: the table is 0, 1, ... 2^bits − 1, and nothing is
+clamped.
 
 Body: see `support.homomorphic`; the block statistics are the smallest and the largest coordinate, divided by 2^20.
 
@@ -27,7 +28,7 @@ from gradwire.kernels.blocks import BlockLayout
 
 # Unit of the block statistics: coordinates of a block of the largest floats are then floats, too.
 _UNIT = 2.0**20
-_SMALLEST = 2.0**-120
+_SMALLEST = 2.0**-120  # distance of levels, in that unit, of which there is an inverse
 
 
 @register
@@ -74,8 +75,10 @@ class UTHC(Homomorphic):
         """Line 5: the level below and above."""
         low, high = (each.astype(np.float64) for each in stats)
         longer, gaps = spread(blocks), (high - low) / self.max_contribution(world_size)
-        rates = 1 / np.where(gaps >= _SMALLEST, gaps, np.inf)
-        factors, bases = gaps * (_UNIT / longer), (low + high) * (_UNIT / 2 * longer)
+        is_tiny = (gaps > 0) & (gaps < _SMALLEST)
+        gaps, middles = np.where(is_tiny, 0, gaps), np.where(is_tiny, 0, low + high)
+        rates = 1 / np.where(gaps > 0, gaps, np.inf)
+        factors, bases = gaps * (_UNIT / longer), middles * (_UNIT / 2 * longer)
         return Grid(*map(narrowed, (scale / _UNIT / longer, low, rates, factors, bases)))
 
     def _are_valid(self, stats: Sequence[np.ndarray]) -> bool:

@@ -22,7 +22,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.hook_slot import check_attachable, slot_of
-from gradwire.ddp.momentum import check_momentum, may_have_momentum
+from gradwire.ddp.momentum import MomentumCheck, may_have_momentum
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.planner.fidelity import LEVELS
 from gradwire.sync.options import SyncOptions
@@ -108,12 +108,13 @@ def attach(
         )
     optimizers = Optimizers(optimizer, parameters, torch_private.parameter_names(ddp))
     _check_filling(options, optimizers, scaler)
-    check_momentum(plan, list(optimizers), parameters)
+    momentum = MomentumCheck(parameters)
+    momentum.at_attach(plan, list(optimizers))
     _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
     aux = optimizers.aux if optimizers.states else None
     synchronizer = Synchronizer(ddp.process_group, plan, tensors=tensors, options=options, aux=aux)
     try:
-        handle = Handle(ddp, synchronizer, optimizers, check_every, scaler)
+        handle = Handle(ddp, synchronizer, optimizers, momentum, check_every, scaler)
         if automatic:
             commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
             handle.autopilot = Autopilot(

@@ -26,6 +26,7 @@ from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import slot_of
+from gradwire.ddp.momentum import MomentumCheck
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.ddp.replicas import Replicas, SynchronizedReplicas
@@ -49,11 +50,13 @@ class Handle(ObservedHandle):
         ddp: DistributedDataParallel,
         synchronizer: Synchronizer,
         optimizers: Optimizers,
+        momentum: MomentumCheck,
         check_every: int,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(synchronizer)
         self._optimizers = optimizers
+        self._momentum = momentum
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self._replicas = Replicas(synchronizer, optimizers, ddp.process_group, check_every)
@@ -65,7 +68,8 @@ class Handle(ObservedHandle):
         self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
-        optimizers.listen(self._after_step, expects_scaler=scaler is not None, warns=synchronizer.rank == 0)
+        warns = synchronizer.rank == 0
+        optimizers.listen(self._before_step, self._after_step, expects_scaler=scaler is not None, warns=warns)
         # A module that is dropped without `detach` takes threads and connections with it.
         self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
         self._abandoned.atexit = False
@@ -353,6 +357,9 @@ class Handle(ObservedHandle):
         if self.synchronizer.state_mismatch:
             self.synchronizer.state_mismatch = False
             self._optimizers.note_mismatch()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._momentum.before_step(self.synchronizer.plan, optimizer)
 
     def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()

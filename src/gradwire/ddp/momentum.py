@@ -18,6 +18,12 @@ _ADVICE = (
     'feedback="momentum:momentum=0.9" to the plan.'
 )
 
+_SINCE_ATTACH = (
+    "The optimizer had none at attach. If optimizer.load_state_dict() has loaded a run without momentum correction, "
+    "set momentum to 0 in each of optimizer.param_groups afterwards. If a scheduler such as OneCycleLR changes "
+    "momentum, pass cycle_momentum=False to it. If the plan was changed, use one without momentum correction."
+)
+
 
 def may_have_momentum(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether an optimizer applies momentum to averaged gradients, or may do so because it is not known."""
@@ -29,36 +35,58 @@ def _has_momentum(group: Mapping[str, Any]) -> bool:
     return bool(group.get("momentum")) or "betas" in group
 
 
-def check_momentum(
-    plan: Plan, optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, torch.nn.Parameter]]
-) -> None:
-    """Check that no optimizer has momentum for a parameter under momentum correction.
+class MomentumCheck:
+    """Finds momentum that would be applied twice: by momentum correction and by an optimizer.
 
     Args:
-        plan: Plan of the parameters.
-        optimizers: All optimizers of the parameters.
         parameters: Parameters by name.
-
-    Raises:
-        AttachError: An optimizer has momentum too, or no optimizer was given.
     """
-    corrected = {
-        id(parameter): name
-        for name, parameter in parameters
-        if policies.get(plan.entry(name, TensorSpec.of(parameter)).feedback).has_velocity
-    }
-    if not corrected:
-        return
-    if not optimizers:
-        raise AttachError(
-            "With momentum correction, attach needs optimizer= to check that momentum is not applied twice. "
-            f"Pass the optimizer of these parameters. {_ADVICE}"
-        )
-    for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
-        names = [corrected[id(parameter)] for parameter in group["params"] if id(parameter) in corrected]
-        if names and _has_momentum(group):
-            has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._parameters = list(parameters)
+        self._plan: Plan | None = None
+        self._names: dict[int, str] = {}  # of the corrected parameters under `_plan`, by id
+
+    def at_attach(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check all optimizers of the parameters.
+
+        Raises:
+            AttachError: One of them has momentum for a parameter under momentum correction, or none was given.
+        """
+        if self._corrected(plan) and not optimizers:
             raise AttachError(
-                f"The plan has momentum correction, and the optimizer is {type(optimizer).__name__} with {has} for "
-                f"{names[0]!r}: momentum would be applied twice. {_ADVICE}"
+                "With momentum correction, attach needs optimizer= to check that momentum is not applied twice. "
+                f"Pass the optimizer of these parameters. {_ADVICE}"
             )
+        for optimizer in optimizers:
+            self._check(plan, optimizer, _ADVICE)
+
+    def before_step(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer again before it steps. Without momentum, that is one look at each of its groups.
+
+        Raises:
+            AttachError: As in `at_attach`.
+        """
+        if may_have_momentum([optimizer]):
+            self._check(plan, optimizer, _SINCE_ATTACH)
+
+    def _check(self, plan: Plan, optimizer: torch.optim.Optimizer, advice: str) -> None:
+        corrected = self._corrected(plan)
+        for group in optimizer.param_groups if corrected else ():
+            names = [corrected[id(parameter)] for parameter in group["params"] if id(parameter) in corrected]
+            if names and _has_momentum(group):
+                has = f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}"
+                raise AttachError(
+                    f"The plan has momentum correction, and the optimizer is {type(optimizer).__name__} with {has} "
+                    f"for {names[0]!r}: momentum would be applied twice. {advice}"
+                )
+
+    def _corrected(self, plan: Plan) -> Mapping[int, str]:
+        if plan is not self._plan:
+            self._plan = plan
+            self._names = {
+                id(parameter): name
+                for name, parameter in self._parameters
+                if policies.get(plan.entry(name, TensorSpec.of(parameter)).feedback).has_velocity
+            }
+        return self._names

@@ -79,7 +79,8 @@ class Optimizers:
         owners = [Owner(each, _names(each, names)) for each in optimizers]
         self._owners = [owner for owner in owners if owner.names]
         self._owner_of = {name: owner for owner in self._owners for name in owner.names}
-        self._on_step: weakref.WeakMethod[Callable[[frozenset[str] | None], None]] | None = None
+        self._before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None = None
+        self._after: weakref.WeakMethod[Callable[[frozenset[str] | None], None]] | None = None
         self._hooks: list[RemovableHandle] = []
         self._warns = self._expects_scaler = False
         lacking = [name for name, _ in parameters if name not in self._owner_of]
@@ -99,15 +100,24 @@ class Optimizers:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def listen(self, on_step: Callable[[frozenset[str] | None], None], *, expects_scaler: bool, warns: bool) -> None:
-        """Call `on_step` after each step of an optimizer, with the names of its parameters, or None for all.
+    def listen(
+        self,
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[frozenset[str] | None], None],
+        *,
+        expects_scaler: bool,
+        warns: bool,
+    ) -> None:
+        """Call two methods at each step of an optimizer. They are held weakly: an optimizer may outlive the module.
 
         Args:
-            on_step: A method, which is held weakly: an optimizer may outlive the module.
+            before: Called before the step, with the optimizer.
+            after: Called after the step, with the names of the optimizer's parameters, or None for all.
             expects_scaler: If true, do not warn about a GradScaler.
             warns: If true, log warnings. One rank is enough.
         """
-        self._on_step, self._expects_scaler, self._warns = weakref.WeakMethod(on_step), expects_scaler, warns
+        self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
+        self._expects_scaler, self._warns = expects_scaler, warns
         for owner in self._owners:
             self._hooks.append(owner.optimizer.register_step_pre_hook(partial(self._before_step, owner)))
             self._hooks.append(owner.optimizer.register_step_post_hook(partial(self._after_step, owner)))
@@ -132,6 +142,9 @@ class Optimizers:
                 )
 
     def _before_step(self, owner: Owner, *_: Any) -> None:
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before(owner.optimizer)
         if not self._expects_scaler and torch_private.stepping_scaler() is not None:
             self._expects_scaler = True  # warn once
             self._warn(
@@ -148,9 +161,9 @@ class Optimizers:
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
         owner.backwards = 0
-        on_step = self._on_step() if self._on_step is not None else None
-        if on_step is not None:
-            on_step(owner.names if self.owned else None)
+        after = self._after() if self._after is not None else None
+        if after is not None:
+            after(owner.names if self.owned else None)
 
     def _warn(self, text: str) -> None:
         if self._warns:

@@ -47,8 +47,9 @@ class Drops:
     loss: int
 
     def __sub__(self, earlier: Drops) -> Drops:
-        """Drops since `earlier`."""
-        return Drops(self.uplink - earlier.uplink, self.downlink - earlier.downlink, max(0, self.loss - earlier.loss))
+        """Drops since `earlier`, or since a queue's counter began again, which is so if it has become smaller."""
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Drops(*(now - before if now >= before else now for now, before in pairs))
 
 
 def parse_net_dev(text: str) -> dict[str, InterfaceCounters]:

@@ -130,7 +130,7 @@ class Lab:
 
         Raises:
             LabError: The lab is closed, or its keeper was killed.
-            FileNotFoundError: There is no such command.
+            FileNotFoundError: There is no folder `cwd`. A command that does not exist ends with exit code 127.
         """
         processes: list[subprocess.Popen[bytes]] = []
         counters, drops = self.counters(), self.drops()

@@ -12,6 +12,7 @@ through filters, too, though they are empty there. That takes a tenth of a packe
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import socket
 import struct
@@ -33,9 +34,10 @@ def segment_in_software(interface: str) -> None:
 
 
 def filter_nothing() -> None:
-    """Let bridges of this namespace pass frames on without packet filters."""
+    """Let bridges of this namespace pass frames on without packet filters, where that may be set."""
     for setting in _FILTERS.glob("bridge-nf-call-*"):
-        setting.write_text("0")
+        with contextlib.suppress(OSError):  # /proc/sys of a container is mostly read-only
+            setting.write_text("0")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class LabResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every command ended with exit code 0."""
-        return all(host.returncode == 0 for host in self.hosts)
+        """Whether every command ended with exit code 0, within the time limit."""
+        return not self.timed_out and all(host.returncode == 0 for host in self.hosts)
 
     @property
     def exit_code(self) -> int:

@@ -24,7 +24,8 @@ MAX_ROWS = 256
 """Longest list."""
 MAX_TEXT = 400
 """Longest text, in characters. Longer ones are cut."""
-_MAX_NUMBER = 1 << 63
+_MAX_INT = 1 << 63
+_MAX_FLOAT = 1e50  # norms of float32 tensors are below it
 T = TypeVar("T")
 
 
@@ -299,13 +300,13 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 def _int(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -_MAX_NUMBER < value < _MAX_NUMBER:
+    if not isinstance(value, int) or isinstance(value, bool) or not -_MAX_INT < value < _MAX_INT:
         raise _wrong(where)
     return value
 
 
 def _float(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -_MAX_NUMBER < value < _MAX_NUMBER:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _MAX_FLOAT:
         raise _wrong(where)
     return float(value)
 

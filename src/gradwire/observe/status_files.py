@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import itertools
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from gradwire.observe import status as statuses
 from gradwire.observe.status import RankStatus, printable
 
 PREFIX, SUFFIX, UNFINISHED = "status-", ".json", ".new"
+_WRITTEN_HERE = re.compile(rf"{PREFIX}[0-9a-f]{{16}}-rank\d+{re.escape(SUFFIX)}({re.escape(UNFINISHED)})?")
 MAX_FILES = 1024
 """Most files that are read, the newest."""
 MAX_ENTRIES = 100_000
@@ -81,6 +83,8 @@ def remove_old(folder: Path) -> None:
     """Remove this user's status files that nobody writes any more, and the remains of writes that failed."""
     now = time.time()
     for entry in _entries(folder):
+        if not _WRITTEN_HERE.fullmatch(entry.name):
+            continue
         with contextlib.suppress(OSError):
             found = entry.stat(follow_symlinks=False)
             if found.st_uid == os.getuid() and now - found.st_mtime > KEPT_SECONDS:

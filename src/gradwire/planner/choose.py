@@ -41,6 +41,7 @@ from gradwire.planner.options import (
     Option,
     PlannedTensor,
     best_alone,
+    buckets_of,
     num_shares,
     on_nodes,
     options,
@@ -69,7 +70,7 @@ def plan(
     backward: float | None = None,
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: float | None = 25 << 20,
     native: Sequence[str] = ("fp32",),
     feedback: str = "",
 ) -> PlanTable:
@@ -88,7 +89,8 @@ def plan(
         backward: Seconds of the backward pass. None ends it with the last gradient.
         rest: Seconds of a step before and after backward.
         min_gain: Share of the dense step that compression must save.
-        bucket_bytes: Bytes of a bucket of the framework's own all-reduce.
+        bucket_bytes: Bytes of a bucket of the framework's own all-reduce. None: gradients that are ready at the same
+            time are one.
         native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook).
         feedback: Momentum correction of all tensors; see `gradwire.planner.table.PlanTable.feedback`.
 
@@ -112,7 +114,7 @@ def plan(
     dense, best = search.dense(), search.best(backward)
     if not search.compresses(best):
         dense = best
-    rivals = natives(search.tensors, costs, bucket_bytes, native)
+    rivals = natives(buckets_of(search.tensors, bucket_bytes), costs, native)
     dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
     least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
     if rest + best_finish > (1 - min_gain) * (rest + least):
@@ -125,7 +127,8 @@ def plan(
 def _with_velocities(table: PlanTable, feedback: str) -> PlanTable:
     """Return the table under momentum correction, where nothing is batched, since a batch has no velocities.
 
-    Small tensors are fused in place of it, and large ones travel in as many ranges as their batch would have had.
+    Small tensors are fused in place of it, and large ones travel in as many ranges as their batch would have had. Times
+    stay those with batches.
     """
 
     def alone(row: PlanRow) -> PlanRow:
@@ -145,7 +148,7 @@ def uniform(
     *,
     min_elements: int | None = None,
     rest: float = 0.0,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: float | None = 25 << 20,
 ) -> PlanTable:
     """Plan one method for all large tensors, with its best strategy, even if it does not pay. Small ones stay dense.
 
@@ -154,7 +157,7 @@ def uniform(
     search = _Search(_ordered(tensors), costs, [method], None, min_elements)
     picks = min((search.uniform(method.spec, strategy) for strategy in search.methods[0].strategies),
                 key=lambda picks: search.run(picks).finish)  # fmt: skip
-    rivals = natives(search.tensors, costs, bucket_bytes, ("fp32",))
+    rivals = natives(buckets_of(search.tensors, bucket_bytes), costs, ("fp32",))
     backward = max(tensor.ready for tensor in tensors)
     return _table(search, picks, search.dense(), rivals, backward, rest, method.spec, False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,26 +61,34 @@ class PlannedTensor:
         return self.dtype.itemsize, *self.shape
 
 
-def in_buckets(tensors: Sequence[PlannedTensor], bucket_bytes: float) -> list[PlannedTensor]:
-    """Return the tensors with the times at which DDP hands their buckets over.
+def buckets_of(tensors: Sequence[PlannedTensor], bucket_bytes: float | None) -> list[list[PlannedTensor]]:
+    """Return the tensors in DDP's buckets, each in the order in which gradients are ready.
 
-    DDP fills buckets in the order in which gradients are ready, until they have `bucket_bytes`; the first one, until it
-    has 1 MiB. A bucket is ready with its last gradient.
+    DDP fills buckets in this order, until they have `bucket_bytes`; the first one, until it has 1 MiB. If it is None,
+    gradients that are ready at the same time are a bucket.
     """
-    found: list[PlannedTensor] = []
-    bucket: list[PlannedTensor] = []
+    ordered = sorted(tensors, key=_ready)
+    if bucket_bytes is None:
+        return [list(bucket) for _, bucket in itertools.groupby(ordered, key=_ready)]
+    found: list[list[PlannedTensor]] = [[]]
     nbytes, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
-    for tensor in sorted(tensors, key=lambda tensor: tensor.ready):
-        bucket.append(tensor)
+    for tensor in ordered:
+        if found[-1] and nbytes >= limit:
+            found.append([])
+            nbytes, limit = 0, bucket_bytes
+        found[-1].append(tensor)
         nbytes += tensor.nbytes
-        if nbytes >= limit:
-            found += _handed_over(bucket)
-            bucket, nbytes, limit = [], 0, bucket_bytes
-    return found + _handed_over(bucket)
+    return found
 
 
-def _handed_over(bucket: Sequence[PlannedTensor]) -> list[PlannedTensor]:
-    return [replace(tensor, ready=bucket[-1].ready) for tensor in bucket]
+def _ready(tensor: PlannedTensor) -> float:
+    return tensor.ready
+
+
+def in_buckets(tensors: Sequence[PlannedTensor], bucket_bytes: float) -> list[PlannedTensor]:
+    """Return the tensors with the times at which DDP hands their buckets over: with their last gradients."""
+    buckets = buckets_of(tensors, bucket_bytes)
+    return [replace(tensor, ready=bucket[-1].ready) for bucket in buckets for tensor in bucket]
 
 
 class Option(NamedTuple):

@@ -124,7 +124,7 @@ class PlanTable:
             else _NATIVE[self.native_kind]
         )
         if not self.compresses:
-            return f"Do not compress: no plan promises less than the {seconds(dense)} of a step by {by}."
+            return f"Do not compress: no plan promises to save enough of a step of {seconds(dense)} by {by}."
         kinds = sorted({row.spec for row in self.rows if row.spec != DENSE_NAME})
         count = sum(row.spec != DENSE_NAME for row in self.rows)
         return (
@@ -267,6 +267,7 @@ def limit_of(step: float, compute: float, wire: float, codec: float, margin: flo
 
 def seconds(value: float) -> str:
     """Format a time with three digits and a unit."""
+    value = value if value >= 1000 else float(f"{value:.3g}")  # which may be of the next unit
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:,.0f} {unit}"

@@ -89,8 +89,8 @@ class MomentumCorrection(ErrorFeedback):
         states = [state for each in optimizers for state in each.state.values()]
         if any(state.get("momentum_buffer") is not None for state in states):
             raise OptionError(
-                "This optimizer has taken steps and holds momentum buffers. Call MomentumCorrection.of() before the "
-                "first step, or before a checkpoint is loaded."
+                "This optimizer has taken steps and holds momentum buffers. Call MomentumCorrection.of() on a new "
+                "optimizer, and do not load the state of this one into it: that would bring its momentum back."
             )
         policy = cls(float(momentum or 0), nesterov=bool(nesterov), **others)
         for group in groups:

@@ -65,8 +65,8 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         for each in bucket:
             entry = each.entry
             if entry.batched or each.is_fused:
-                key = repr(entry.compressor), entry.strategy, entry.feedback, entry.partitions, each.gradient.dtype
-                groups.setdefault(key, []).append(each)
+                kind = repr(entry.compressor), entry.strategy, entry.feedback, entry.partitions, entry.batched
+                groups.setdefault((*kind, each.gradient.dtype), []).append(each)
             else:
                 add([each], ready)
         for group in groups.values():

@@ -241,7 +241,8 @@ def _launch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
             return
         if ports.under_way[link] == 0:
             burst = min(nbytes, rules.window)
-            if ports.filled[destination] > 0.0 and ports.filled[destination] + burst > rules.queue:
+            # Less than a byte is what rounding leaves of an empty queue.
+            if ports.filled[destination] >= 1.0 and ports.filled[destination] + burst > rules.queue:
                 channel, seconds = tasks.channel[task], tasks.wire_occupancy[task] * burst / nbytes
                 state.channel_free[channel] = max(now, state.channel_free[channel]) + seconds
                 trail.channel_busy[channel] += seconds

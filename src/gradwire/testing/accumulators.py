@@ -64,9 +64,11 @@ def _finalized_sum(codec: SummableCompressor, world_size: int) -> None:
     expect(
         np.array_equal(total, np.sum(alone, axis=0, dtype=np.int64)), "the sum is not the sum of the payloads' integers"
     )
-    off = float((finalized - torch.stack(grads).mean(0)).norm())
+    mean = torch.stack(grads).mean(0)
+    off = float((finalized - mean).norm())
     energy = max(float(grad.norm()) for grad in grads)
     expect(off <= energy, f"the sum is {off:.4g} off the mean of gradients of norm {energy:.4g}")
+    expect(float((finalized * mean).sum()) > 0, "the sum does not point where the mean of the gradients does")
 
 
 def accumulated(codec: SummableCompressor, payload: Payload, ctx: Context, like: np.ndarray) -> np.ndarray:

@@ -45,7 +45,11 @@ def _is_random(codec: Compressor) -> bool:
 
 @check(_is_random)
 def unbiased_over_the_private_stream(codec: Compressor) -> None:
-    """Hoeffding's bound for each element and for their mean, with at most 2e-6 false alarms per (fixed) seed."""
+    """Hoeffding's bound for each element and for their mean, with at most 2e-6 false alarms per (fixed) seed.
+
+    It is wide where few elements are sent. So the part of the draws along the gradient is compared, too: it must be 1
+    within six standard errors.
+    """
     grad, draws = heavy_tailed(512).clamp(-3, 3), 400
     ctxs = [context(grad, step=step) for step in range(draws)]
     decoded = torch.stack([codec.decode(codec.encode(grad, ctx), ctx) for ctx in ctxs]).double()
@@ -59,6 +63,10 @@ def unbiased_over_the_private_stream(codec: Compressor) -> None:
     mean = abs(float(error.mean()))
     expect(mean <= all_elements, f"unbiased is declared, but draws are {mean:.4g} off on average, where chance "
            f"explains {all_elements:.4g}")  # fmt: skip
+    along = decoded @ grad.double() / grad.double().square().sum()
+    chance = 6 * float(along.std()) / math.sqrt(draws) + 1e-5
+    expect(abs(float(along.mean()) - 1) <= chance, f"unbiased is declared, but draws have {float(along.mean()):.4g} of "
+           f"the gradient on average, where chance explains 1 ± {chance:.4g}")  # fmt: skip
 
 
 @check(lambda codec: bool(codec.variance(TensorSpec((512,)))))

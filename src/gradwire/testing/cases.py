@@ -147,13 +147,11 @@ def keeps_float32(codec: Compressor) -> bool:
     return is_cast(codec) or codec.name in ("none", "topk")
 
 
-def draws(codec: Compressor) -> set[str]:
-    """What an encoder draws: ``"rounding"`` of every element, or a ``"sample"``, which need not change the payload."""
+def rounds_at_random(codec: Compressor) -> bool:
+    """Whether an encoder rounds elements by random numbers that no other rank draws."""
     if not isinstance(codec, TracedCompressor):
-        return {"rounding"} if (codec.unbiased and not codec.exact) or codec.name == "thc" else set()
-    private = any(node.op == "random" and not node.attrs["shared"] for node in codec.program.encode_nodes())
-    sampled = "sample" in used_operators(codec.program)
-    return {kind for kind, drawn in (("rounding", private), ("sample", sampled)) if drawn}
+        return (codec.unbiased and not codec.exact) or codec.name == "thc"
+    return any(node.op == "random" and not node.attrs["shared"] for node in codec.program.encode_nodes())
 
 
 def selects(codec: Compressor) -> bool:

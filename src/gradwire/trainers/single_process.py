@@ -7,6 +7,7 @@ them again, so that they are not lost when the job goes on with several ranks.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.core.errors import OptionTypeError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import uncompiled, uncompiled_name
 from gradwire.ddp.attach import ALONE, attach
@@ -109,12 +111,19 @@ def attach_unless_alone(
         options: Further arguments of `gradwire.attach`.
 
     Raises:
-        AttachError, UnknownNameError, OptionError: As `gradwire.attach`.
+        AttachError, UnknownNameError, OptionError, OptionTypeError: As `gradwire.attach`.
     """
     if world_size > 1:
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         return attach(module, method, optimizer=optimizer, scaler=enabled, **options)  # type: ignore[arg-type]
-    plan = method if isinstance(method, Plan) else Plan(method)  # a wrong name is an error here, too
+    # Wrong names are errors here, too.
+    try:
+        inspect.signature(attach).bind(module, method, optimizer=optimizer, scaler=scaler, **options)
+    except TypeError as error:
+        raise OptionTypeError(
+            f"These are not arguments of gradwire.attach: {error}. See help(gradwire.attach)."
+        ) from None
+    plan = method if isinstance(method, Plan) else Plan(method)
     plan.check_world_size(1)
     logger.info(ALONE)
     module = uncompiled(module)  # type: ignore[assignment]

@@ -127,13 +127,12 @@ def plan_tables(
     texts: list[str] = []
     if synchronizer.rank == 0:
         tensors = planned_tensors(specs, timing)
-        bucket_bytes = max(1, timing.nbytes // max(1, len(timing.buckets)))
         level = plan(
             tensors, costs, methods, fidelity=fidelity, min_elements=min_elements, rest=timing.rest,
-            bucket_bytes=bucket_bytes, native=native, feedback=feedback,
+            bucket_bytes=None, native=native, feedback=feedback,
         )  # fmt: skip
         singles = [
-            uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=bucket_bytes)
+            uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=None)
             for method in alone
         ]
         texts = [table.to_json() for table in (level, *sorted(singles, key=lambda table: table.step))]

@@ -96,6 +96,62 @@ def test_a_sample_whose_size_depends_on_the_state_has_space_for_all_elements() -
         registry.unregister("sampled")
 
 
+@pytest.fixture
+def of_all_ranks() -> Iterator[TracedCompressor]:
+    """Sends a number computed from a value of all ranks, and uses another one that it does not send."""
+
+    @gw.compressor("of_all_ranks", feedback="none")
+    def of_all_ranks(g: Any) -> Any:
+        step = abs(g).reduce(max).over_ranks(max) / 127
+        unused = 0.0 * g.reduce(min).over_ranks(min)
+        return concat(step=step, q=g.map(lambda x: round_even(x / step + unused), dtype=int8))
+
+    @of_all_ranks.decode
+    def _(p: Any) -> Any:
+        return p.q * p.step
+
+    yield of_all_ranks()
+    registry.unregister("of_all_ranks")
+
+
+@pytest.fixture
+def of_a_sample() -> Iterator[TracedCompressor]:
+    @gw.compressor("of_a_sample", feedback="none")
+    def of_a_sample(g: Any) -> Any:
+        step = abs(g).sample(10).sort()[5].over_ranks(max)
+        return concat(step=step, q=g.map(lambda x: round_even(x / step), dtype=int8))
+
+    @of_a_sample.decode
+    def _(p: Any) -> Any:
+        return p.q * p.step
+
+    yield of_a_sample()
+    registry.unregister("of_a_sample")
+
+
+def test_what_is_computed_from_values_of_all_ranks_is_sent(of_all_ranks: TracedCompressor) -> None:
+    grad, ctx = torch.linspace(-9, 9, SIZE), context()
+    stats = [each.values for each in of_all_ranks.stats(grad, ctx)]
+    payload = of_all_ranks.encode(grad, ctx, stats)
+    decoded = of_all_ranks.decode(payload, ctx, stats=stats)
+    assert (decoded - grad).abs().max() <= 9 / 127 / 2 * 1.001
+    total = of_all_ranks.decode_sum([payload, payload], [ctx, ctx], torch.empty(SIZE), stats)
+    assert torch.equal(total, 2 * decoded)
+
+
+def test_statistics_of_what_is_not_finite_outlast_their_reduction(
+    of_all_ranks: TracedCompressor, of_a_sample: TracedCompressor
+) -> None:
+    """Wherever it is, also outside of a sample."""
+    for index in range(0, SIZE, 20):
+        grad = torch.linspace(-9, 9, SIZE)
+        grad[index] = torch.nan
+        found = {each.reduction: each.values.tolist() for each in of_all_ranks.stats(grad, context())}
+        assert found == {"max": [np.inf], "min": [-np.inf]}
+        (sampled,) = of_a_sample.stats(grad, context())
+        assert sampled.values.tolist() == [np.inf]
+
+
 def traced(method: str) -> TracedCompressor:
     codec = make(method)
     assert isinstance(codec, TracedCompressor)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.core.errors import AttachError
 from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
 
 
@@ -87,6 +88,56 @@ def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optim
         hashes.append(fingerprint(ddp.parameters()))
     handle.detach()
     return {"finite": finite, "before": before, "after": after, "hashes": hashes}
+
+
+def momentum_returns(rank: int, world_size: int) -> dict[str, str]:
+    """Bring momentum back into an optimizer whose momentum is corrected. Returns what the steps after it raise."""
+    ddp = wrap(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    uncorrected = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9).state_dict()
+    feedback = gw.MomentumCorrection.of(optimizer)
+    handle = gw.attach(ddp, gw.Plan("topk:ratio=0.1", feedback=feedback, min_elements=0), optimizer=optimizer)
+    own = batches(rank, world_size)
+
+    def step() -> str:
+        loss_of(ddp, next(own)).backward()
+        try:
+            optimizer.step()
+        except AttachError as error:
+            handle.rollback()
+            return str(error)
+        return ""
+
+    found = {"at first": step()}
+    optimizer.load_state_dict(uncorrected)
+    found["loaded"] = step()
+    optimizer.param_groups[0]["momentum"] = 0
+    found["set to 0"] = step()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    found["cycled"] = step()
+    handle.detach()
+    found["detached"] = step()
+    return found
+
+
+def clipped(rank: int, world_size: int, clips: list[float], scales: list[float]) -> dict[str, str]:
+    """Train with momentum correction for each clip and loss scale (0: no scaler); return hashes of the parameters."""
+    found = {}
+    for clip, scale in itertools.product(clips, scales):
+        ddp = wrap(model())
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+        feedback = gw.MomentumCorrection.of(optimizer, clip=clip)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
+        plan = gw.Plan("topk:ratio=0.1", feedback=feedback, min_elements=0)
+        handle = gw.attach(ddp, plan, optimizer=optimizer, scaler=scaler)
+        for batch in itertools.islice(batches(rank, world_size), 6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(ddp, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        handle.detach()
+        found[f"{clip} {scale}"] = fingerprint(ddp.parameters())
+    return found
 
 
 def broken_rank(rank: int, world_size: int, method: str) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from gradwire.cli.checks.finding import NOTE, OK, PROBLEM, Check, Finding
 from gradwire.core.errors import OptionError
@@ -23,13 +24,11 @@ _SYSCTL = Path("/proc/sys/net")
 def addresses() -> Iterator[Finding]:
     """The address at which this rank would listen."""
     names, master = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("MASTER_ADDR")
-    try:
-        if names:
-            yield Finding(OK, "GLOO_SOCKET_IFNAME", f"{names}: {interface_address(names.split(','))}")
-        if master:
-            yield Finding(OK, "MASTER_ADDR", f"{master}: this rank would listen at {address_toward(master)}")
-    except OptionError as error:
-        yield Finding(PROBLEM, "GLOO_SOCKET_IFNAME" if names and not master else "MASTER_ADDR", str(error))
+    if names:
+        yield _address("GLOO_SOCKET_IFNAME", f"{names}: this rank would listen at", interface_address, names.split(","))
+    if master:
+        toward = "its interface has" if names else "this rank would listen at"
+        yield _address("MASTER_ADDR", f"{master}: {toward}", address_toward, master)
     name = socket.gethostname()
     try:
         found = str(socket.getaddrinfo(name, None)[0][4][0])
@@ -43,6 +42,13 @@ def addresses() -> Iterator[Finding]:
     if is_loopback(found) and not names:
         text += "; jobs on several machines set GLOO_SOCKET_IFNAME"
     yield Finding(OK, "host name", text)
+
+
+def _address(variable: str, text: str, find: Callable[[Any], str], value: Any) -> Finding:
+    try:
+        return Finding(OK, variable, f"{text} {find(value)}")
+    except OptionError as error:
+        return Finding(PROBLEM, variable, str(error))
 
 
 def interfaces() -> Iterator[Finding]:

@@ -147,8 +147,14 @@ class OnDevice(ArrayCompressor):
         """Raise `PayloadError` unless a body can have this length."""
 
     def _stats_on_device(self, grad: torch.Tensor, ctx: Context, scale: float) -> list[Stat]:
-        values = self.on_device.measure(grad, ctx, scale).cpu().numpy()
-        return [Stat(values[i : i + 1], node.attrs["function"]) for i, node in enumerate(self.program.stats)]
+        return self._as_stats(self.on_device.measure(grad, ctx, scale).cpu().numpy())
+
+    def _as_stats(self, values: np.ndarray) -> list[Stat]:
+        """Each value with its reduction over ranks. Infinite values, of a gradient that is not finite, outlast it."""
+        functions = [node.attrs["function"] for node in self.program.stats]
+        lost = np.isinf(values) & (np.array(functions) == "min")
+        values = np.where(lost, np.float32(-np.inf), values)
+        return [Stat(values[i : i + 1], function) for i, function in enumerate(functions)]
 
     def _encode_on_device(
         self, grad: torch.Tensor, ctx: Context, stats: Sequence[np.ndarray], scale: float,

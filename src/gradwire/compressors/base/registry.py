@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,7 +102,7 @@ def make(name: str, **options: Any) -> Compressor:
         raise _no_compressor(name)
     plain, *texts = name.split(":")
     known = options_of(plain)
-    given = [*(parse_option(text, name) for text in texts), *options.items()]
+    given = [*(parse_option(text, name, known) for text in texts), *options.items()]
     for option, _ in given:
         if option not in known:
             raise UnknownNameError(f"option of {plain}", option, known)
@@ -195,12 +196,14 @@ def spec_of(compressor: Compressor) -> str:
     return ":".join([compressor.name, *(f"{key}={value}" for key, value in changed.items())])
 
 
-def parse_option(text: str, spec: str) -> tuple[str, Any]:
-    """Name and value of an option in a text such as ``sparsity=1.5``."""
+def parse_option(text: str, spec: str, defaults: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    """Name and value of an option in a text such as ``sparsity=1.5``. If its default is a text, so is the value."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise OptionError(f"{text!r} (of {spec!r}) is not NAME=VALUE. Write an option as in threelc:sparsity=1.75.")
     try:
-        return key, ast.literal_eval(value.title() if value in ("true", "false") else value)
+        found = ast.literal_eval(value.title() if value in ("true", "false") else value)
     except (SyntaxError, ValueError):
         return key, value
+    is_text = isinstance((defaults or {}).get(key), str)
+    return key, value if is_text and not isinstance(found, str) else found

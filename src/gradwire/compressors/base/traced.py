@@ -28,7 +28,7 @@ from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu.elements import addresses, as_input, as_writable
 from gradwire.lang import cache
 from gradwire.lang.emit import statics
-from gradwire.lang.interpret import num_bytes
+from gradwire.lang.interpret import is_stat, num_bytes
 from gradwire.lang.ir import Node, closure
 from gradwire.lang.operators.arithmetic import evaluate_static, static_values
 from gradwire.lang.targets.numba.runtime import SLOTS
@@ -112,9 +112,7 @@ class TracedCompressor(OnDevice):
             x, np.float32(scale), None, None, _keys(ctx), ctx.offset, static, self._lists(x.size), values
         ):
             values.fill(np.inf)
-        return [
-            Stat(values[i : i + 1], node.attrs["function"]) for i, node in enumerate(self.program.stats)
-        ]  # fmt: skip
+        return self._as_stats(values)
 
     def stats_spec(self, spec: TensorSpec) -> list[tuple[int, Reduction]]:
         """One value for each `over_ranks`."""
@@ -260,7 +258,8 @@ class TracedCompressor(OnDevice):
     def _expect_size(self, body: np.ndarray, size: int, stats: Sequence[np.ndarray]) -> None:
         self._expect_positions(size)
         most = self.max_encoded_bytes(TensorSpec((size,)))
-        least = most - 4 * len(self.program.stats) * bool(stats)
+        shared = sum(is_stat(self.program, each) for each in self.program.fields) if stats else 0
+        least = most - 4 * shared
         if self.program.has_fixed_size:
             expect(body.nbytes == least, f"{least} bytes", body.nbytes, self.name)
         else:

@@ -304,10 +304,11 @@ def _insert_escaped(body, codes, first, end, form, base, chunk):
 @kernel
 def _unpack_chunk(body, at, end, form, chunk):
     """Read a packed chunk at body[at:end]; return whether it is one."""
-    base, codes = np.int64(body[at]), at + 1
-    fields = codes + ((chunk.size + 1) >> 1)
-    escaped = at + _unescaped_bytes(chunk.size, form)
-    if escaped > end or base > form[2] - 1 - ESCAPED:
+    codes, escaped = at + 1, at + _unescaped_bytes(chunk.size, form)
+    if escaped > end:
+        return False
+    base, fields = np.int64(body[at]), codes + ((chunk.size + 1) >> 1)
+    if base > form[2] - 1 - ESCAPED:
         return False
     if chunk.size & 1 and body[fields - 1] >> CODE_BITS != 0:
         return False

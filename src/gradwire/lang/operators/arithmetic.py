@@ -164,10 +164,17 @@ def _comparison(name: str, sign: str, numpy: Any, static: Any) -> None:
     register(Arithmetic(name, 2, numpy, _infix(sign), plain, plain, result=BOOL, static=static))
 
 
+def _quotient(a: float | Fraction, b: float | Fraction) -> float | Fraction:
+    """Exact, unless one is a float. By 0, infinite or, as 0 / 0, not a number."""
+    if b == 0:
+        return math.copysign(math.inf, a) if a and a == a else math.nan
+    return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a) / b
+
+
 _binary("add", "+", np.add, lambda a, b: a + b, commutes=True)
 _binary("sub", "-", np.subtract, lambda a, b: a - b)
 _binary("mul", "*", np.multiply, lambda a, b: a * b, commutes=True)
-_binary("div", "/", np.divide, lambda a, b: a / b, triton=_call("tl.div_rn"), torch=_call("divide"))
+_binary("div", "/", np.divide, _quotient, triton=_call("tl.div_rn"), torch=_call("divide"))
 _comparison("lt", "<", np.less, lambda a, b: a < b)
 _comparison("le", "<=", np.less_equal, lambda a, b: a <= b)
 _comparison("gt", ">", np.greater, lambda a, b: a > b)

@@ -142,7 +142,7 @@ class Measurer(NumbaEncoder):
         for step in schedule(self.program):
             if isinstance(step, Assign) and id(step.node) in needed:
                 self._assign(step.node)
-            elif isinstance(step, Sweep) and any(id(node) in needed for node in step.sinks):
+            elif isinstance(step, Sweep) and (step.compensates or any(id(node) in needed for node in step.sinks)):
                 sinks = [node for node in step.sinks if id(node) in needed]
                 only = Sweep(step.space, sinks, compensates=step.compensates)
                 kind = NumbaElementSweep if step.space == ELEMENTS else NumbaItemSweep

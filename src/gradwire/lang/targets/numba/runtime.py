@@ -233,28 +233,34 @@ def packed_bytes(count, per_byte):
 
 @kernel
 def pack_planes(levels, count, bits, out, at):
-    """Pack `count` levels of a chunk, uint8 below 2^bits; return where the next chunk begins."""
+    """Pack `count` levels, uint8 below 2^bits, CHUNK at a time; return where the next ones begin."""
     per = 8 // bits
-    size = (count + per - 1) // per
-    levels[count : per * size] = 0
-    for j in range(0, size, LANES):
-        packed = load(levels, j, LANES)
-        for plane in range(1, per):
-            packed = packed | (load(levels, plane * size + j, LANES) << (plane * bits))
-        store_until(out, at + j, at + size, packed)
-    return at + size
+    for start in range(0, count, CHUNK):
+        length = min(CHUNK, count - start)
+        size = (length + per - 1) // per
+        levels[start + length : start + per * size] = 0
+        for j in range(0, size, LANES):
+            packed = load(levels, start + j, LANES)
+            for plane in range(1, per):
+                packed = packed | (load(levels, start + plane * size + j, LANES) << (plane * bits))
+            store_until(out, at + j, at + size, packed)
+        at += size
+    return at
 
 
 @kernel
 def unpack_planes(packed, at, count, bits, levels):
-    """Undo `pack_planes` for the chunk that begins at byte `at`; return where the next one begins."""
+    """Undo `pack_planes` for what begins at byte `at`; return where the next ones begin."""
     per, mask = 8 // bits, (1 << bits) - 1
-    size = (count + per - 1) // per
-    for j in range(0, size, LANES):
-        bytes_ = load(packed, at + j, LANES)
-        for plane in range(per):
-            store_until(levels, plane * size + j, (plane + 1) * size, (bytes_ >> (plane * bits)) & mask)
-    return at + size
+    for start in range(0, count, CHUNK):
+        size = (min(CHUNK, count - start) + per - 1) // per
+        for j in range(0, size, LANES):
+            bytes_ = load(packed, at + j, LANES)
+            for plane in range(per):
+                first = start + plane * size
+                store_until(levels, first + j, first + size, (bytes_ >> (plane * bits)) & mask)
+        at += size
+    return at
 
 
 @kernel
