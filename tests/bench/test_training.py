@@ -200,6 +200,7 @@ def test_auto_is_timed_with_a_trained_model_where_there_is_one(replay):
     assert tried == {"ddp-fp32": [4.0, 25.0], "auto": [4.0, 25.0] if replay else [4.0]}
 
 
+@pytest.mark.ci
 def test_the_demo_writes_its_report(tmp_path):
     from gradwire.cli.app import build_app
 

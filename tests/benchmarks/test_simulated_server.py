@@ -105,6 +105,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.ci
 def test_a_training_reports_its_course_and_ends_with_its_accuracy() -> None:
     torch.manual_seed(1)
     split = torch.randint(0, 256, (50, 3, 16, 16), dtype=torch.uint8), torch.arange(50) % 10

@@ -7,6 +7,8 @@ from benchmarks.papers.thc import simulated
 
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 
+pytestmark = pytest.mark.ci
+
 
 def line(slope):
     return LinearCost(0.0, slope)

@@ -78,6 +78,7 @@ def test_buckets_let_small_tensors_travel_together(known: str) -> None:
     assert together["processor"] < 0.95 * alone["processor"]  # type: ignore[operator]
 
 
+@pytest.mark.ci
 def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     document = json.loads(costs(10e-6, onebit=onebit()).to_json())
     document["links"] = [{"latency": 1e-4, "seconds_per_byte": 8e-8, "per_message": 0.0}]

@@ -59,7 +59,7 @@ def two_ranks(job: str, *words: str, **env: str) -> Iterator[list[subprocess.Pop
         pytest.param("interrupt", STEPS + 1, "PeerLostError", LEFT, marks=pytest.mark.ci),
         pytest.param("kill", STEPS + 1, "PeerLostError", DIED, marks=pytest.mark.ci),
         pytest.param("exception in a step", STEPS, "PeerFailedError", GAVE_UP, marks=pytest.mark.ci),
-        ("interrupt in a step", STEPS, "PeerFailedError", GAVE_UP),
+        pytest.param("interrupt in a step", STEPS, "PeerFailedError", GAVE_UP, marks=pytest.mark.ci),
         pytest.param("terminate in a step", STEPS + 1, "PeerLostError", DIED, marks=pytest.mark.ci),
     ],
 )

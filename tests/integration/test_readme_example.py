@@ -10,7 +10,7 @@ from tests.integration.readme_example import Ending, run
 @pytest.mark.parametrize(
     "ending",
     [
-        Ending(ranks=2, detach=False, destroy=True, apart=False, evaluate=True),
+        pytest.param(Ending(ranks=2, detach=False, destroy=True, apart=False, evaluate=True), marks=pytest.mark.ci),
         pytest.param(Ending(ranks=2, detach=False, destroy=False, apart=True, evaluate=False), marks=pytest.mark.ci),
     ],
     ids=str,

@@ -85,6 +85,7 @@ def live_frame(folder: Path) -> bytes:
     return drawn
 
 
+@pytest.mark.ci
 def test_ranks_that_train_stop_die_and_fail_are_told_apart(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     with two_ranks(folder, "threelc", "never") as (first, second):

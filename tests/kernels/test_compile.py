@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from gradwire.kernels.cpu import compile as compiling
 
 DTYPES = ["float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -51,6 +53,7 @@ def run_all(folder: Path) -> list[str]:
     return [process.communicate(timeout=100)[0].strip() for process in processes]
 
 
+@pytest.mark.ci
 def test_processes_that_compile_at_once_keep_each_others_entries(tmp_path: Path) -> None:
     (tmp_path / "summing.py").write_text(MODULE)
     for hits in (0, 1):

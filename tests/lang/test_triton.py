@@ -94,6 +94,7 @@ def test_encoders_give_the_bytes_and_the_residual_of_the_oracle(name: str, devic
             assert rest.tobytes() == wanted[1].tobytes(), size
 
 
+@pytest.mark.ci
 @each_algorithm
 @pytest.mark.parametrize("family", ["zeros", "largest", "subnormal"])
 def test_encoders_without_a_residual_give_the_bytes_of_the_oracle(name: str, family: str, device: str) -> None:
@@ -155,6 +156,7 @@ def test_a_gradient_that_is_not_finite_is_not_encoded(name: str, device: str) ->
         assert generated.encode(x, 1.0, np.zeros(size, np.float32), np.empty(size, np.float32)) is None
 
 
+@pytest.mark.ci
 @each_algorithm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_element_types_are_read_as_float32(name: str, dtype: torch.dtype, device: str) -> None:
