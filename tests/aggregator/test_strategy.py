@@ -138,11 +138,12 @@ def test_other_element_types_travel(dtype: torch.dtype) -> None:
 
 
 def test_a_lost_server_ends_the_step_on_all_ranks_with_its_error() -> None:
-    aggregator = LocalAggregator()
+    aggregator, begun = LocalAggregator(), threading.Barrier(3, timeout=60)
 
     def run(one: Synchronizer) -> list[Any]:
         take_step(one, 0)
         one.begin_step()
+        begun.wait()
         if one.rank == 2:  # the others wait for it, and for the server
             aggregator.fail(PeerLostError("The connection to the aggregation server is lost."))
 
