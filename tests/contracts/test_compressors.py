@@ -14,7 +14,7 @@ import gradwire.compressors as compressors
 from gradwire.compressors import Compressor
 from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.testing import CHECKS, Check
-from gradwire.testing.cases import context, normal, with_body
+from gradwire.testing.cases import context, normal, rounds_at_random, with_body
 from gradwire.testing.robustness import take_or_refuse
 from tests.contracts.compressor_cases import CASES, marks
 
@@ -55,6 +55,25 @@ def test_an_element_beyond_the_16_bit_range_is_marked(name: str) -> None:
     assert not codec.encode(grad, context(grad)).nonfinite
     assert codec.encode(grad * 1.003, context(grad)).nonfinite
     assert not codec.encode(grad * 1.003, context(grad), scale=0.5).nonfinite
+
+
+def draws_nothing(codec: Compressor) -> bool:
+    """Whether the bytes of one of our own compressors follow from the gradient alone."""
+    if isinstance(codec, TracedCompressor):
+        return {"random", "sample", "hash", "step"}.isdisjoint(node.op for node in codec.program.encode_nodes())
+    return not rounds_at_random(codec)
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(each, marks=marks(each), id=repr(each)) for each in CASES if draws_nothing(each)]
+)
+def test_where_nothing_is_drawn_another_context_gives_the_same_bytes(codec: Compressor) -> None:
+    grad = normal(600)
+    bodies = {
+        codec.encode(grad, context(grad, **other)).body.tobytes()
+        for other in ({}, {"step": 4}, {"rank": 1}, {"seed": 8}, {"stage": 1}, {"name": "fc.bias"})
+    }
+    assert len(bodies) == 1
 
 
 def side_values(codec: Compressor) -> list[int]:
