@@ -1,4 +1,4 @@
-"""Links that ranks ask for in the lab."""
+"""Links that ranks ask for in the lab, and the time limit of a job."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.job import RateRequest, to_line
-from gradwire.bench.launch import _Listener
+from gradwire.bench.job import BenchmarkJob, RateRequest, to_line
+from gradwire.bench.launch import RanksError, _Listener, launch
 from gradwire.lab import Lab
 
 
@@ -21,3 +21,9 @@ def test_a_servers_link_has_its_share_of_the_rate_that_ranks_ask_for(tmp_path: P
         listener(0, "stdout", to_line(RateRequest(2, None)))
         assert lab.rates == (None, None)
     assert {path.name for path in tmp_path.iterdir()} == {"rate-1", "rate-2"}
+
+
+def test_a_job_that_is_ended_by_its_time_limit_has_failed_however_its_ranks_end() -> None:
+    job = BenchmarkJob(workload="", segments=(), folder="", deadline_seconds=2.0)
+    with pytest.raises(RanksError, match="The time limit was reached"):
+        launch(job, 2, module="tests.bench.patient_rank")
