@@ -98,7 +98,7 @@ def test_a_curve_out_of_order_is_refused():
 def test_a_link_is_alpha_and_beta():
     link = LinkCosts(0.5, 2.0, per_message=0.25)
     assert link(3) == 6.75
-    assert link.busy(3, messages=2) == 6.5
+    assert link.busy(3) == 6.25
 
 
 def test_the_slowest_link_has_the_worst_of_each():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.core.errors import MissingPackageError
+from gradwire.core.versions import numbers_of
 
 LEAST_TORCH = (2, 4)
 """As in the requirements of the package. No feature asks for a newer one (docs/versions.md)."""
@@ -16,8 +17,7 @@ def check_torch() -> None:
     Raises:
         MissingPackageError: torch is too old.
     """
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < LEAST_TORCH:
+    if numbers_of(torch.__version__) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         raise MissingPackageError(
             f"gradwire needs torch {least} or newer, but version {torch.__version__} is installed. "

@@ -146,9 +146,9 @@ class LinkCosts:
     def __post_init__(self) -> None:
         _expect_numbers("Costs of a link", asdict(self).values())
 
-    def busy(self, nbytes: float, messages: float = 1) -> float:
-        """Seconds that messages of `nbytes` in total occupy the link."""
-        return self.per_message * messages + self.seconds_per_byte * nbytes
+    def busy(self, nbytes: float) -> float:
+        """Seconds that a message of `nbytes` occupies the link."""
+        return self.per_message + self.seconds_per_byte * nbytes
 
     def __call__(self, nbytes: float) -> float:
         """Seconds from the start of one message to its arrival: HiPress's T_send, DRAGONN's α + m/B."""

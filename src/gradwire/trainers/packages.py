@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib import metadata
-from itertools import takewhile
 
 from gradwire.core.errors import MissingPackageError
+from gradwire.core.versions import numbers_of
 
 OLDEST = {"accelerate": "1.15", "transformers": "5.23", "lightning": "2.6"}
 
@@ -26,13 +26,7 @@ def require(package: str, purpose: str) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise MissingPackageError(f"{purpose} needs the package {package}, which is not installed. {advice}") from None
-    if _numbers(found) < _numbers(oldest):
+    if numbers_of(found) < numbers_of(oldest):
         raise MissingPackageError(
             f"{purpose} needs {package} {oldest} or newer, but version {found} is installed. {advice}"
         )
-
-
-def _numbers(version: str) -> list[int]:
-    """The leading numbers of a version: ``"2.6.0rc1"`` gives 2, 6 and 0."""
-    digits = ("".join(takewhile(str.isdigit, part)) for part in version.split("."))
-    return [int(each) for each in takewhile(bool, digits)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.cli.checks.finding import NOTE, OK, PROBLEM, Check, Finding
+from gradwire.core.versions import numbers_of
 
 OPTIONAL = {
     "matplotlib": ("report", "plots of reports"),
@@ -157,7 +158,7 @@ def _optional(name: str, wanted: str, extra: str, purpose: str) -> Finding:
     found, install = _version(name), f"pip install 'gradwire[{extra}]'"
     if found is None:
         return Finding(NOTE, name, f"Missing: no {purpose}.", install)
-    if _numbers(found) < _numbers(wanted):
+    if numbers_of(found) < numbers_of(wanted):
         return Finding(NOTE, name, f"{found} is older than {wanted}: no {purpose}.", install)
     return Finding(OK, name, found)
 
@@ -172,14 +173,9 @@ def _required(name: str, wanted: str) -> Finding:
         return Finding(
             PROBLEM, name, f"{found}, which cannot be imported: {error}", f"pip install --force-reinstall {name}"
         )
-    if _numbers(found) < _numbers(wanted):
+    if numbers_of(found) < numbers_of(wanted):
         return Finding(PROBLEM, name, f"{found} is older than {wanted}.", f"pip install '{name}>={wanted}'")
     return Finding(OK, name, found)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Major and minor number of a version."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
 def _version(name: str) -> str | None:
