@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.forks import forks
 from tests.integration import worker
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds, less than the timeout of a test, so that the latter can tell what the ranks printed
+NUM_PORTS = 100  # of each process
 
 
 @dataclass
@@ -61,18 +65,35 @@ def launch(
 
 
 def free_port() -> int:
-    """A port for rank 0's store, from below the range that the system hands out by itself.
+    """A port for rank 0's store, below the range that the system hands out by itself.
 
-    A port of that range could go to another connection in the seconds until rank 0 binds it.
+    Another port could go to another connection, or to another test, in the seconds until rank 0 binds it.
     """
-    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+    _, ports = _own_ports()
+    for port in itertools.islice(ports, NUM_PORTS):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return port
-    raise OSError("Expected a free port from 20000 to 29999, found none in 100 tries.")
+    raise OSError("Expected a free port among those of this process, found none.")
+
+
+@functools.cache
+def _own_ports() -> tuple[IO[bytes], Iterator[int]]:
+    """The ports of this process, over and over, and the file whose lock keeps others from them until it ends."""
+    folder = Path(tempfile.gettempdir()) / "gradwire-test-ports"
+    folder.mkdir(exist_ok=True)
+    for first in range(20_000, 30_000, NUM_PORTS):
+        file = (folder / str(first)).open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        return file, itertools.cycle(range(first, first + NUM_PORTS))
+    raise OSError("Expected at most 100 processes with tests at the same time.")
 
 
 def _start(job: str, rank: int, world_size: int, port: int, parameters: Any, path: Path) -> ForkServerProcess:
