@@ -4,7 +4,7 @@ import pytest
 
 from gradwire.core.errors import OptionError
 from gradwire.planner.costs import LinearCost
-from gradwire.simulate import Bulk, Cluster, SimulatedLink, step
+from gradwire.simulate import Bulk, Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan
 from tests.simulate.costs import costs, model, onebit
 
@@ -98,6 +98,14 @@ def test_later_messages_of_a_connection_wait_for_the_lost_one():
     assert result.num_messages == 5 * 3 * 2
     assert result.num_lost == 3
     assert TIMEOUT < result.seconds < TIMEOUT + 12 * WINDOW * 8 / RATE
+
+
+def test_a_small_message_makes_no_room_for_a_large_one_behind_it():
+    # Two connections into each rank, with room for one window.
+    small, large = SimulatedGradient("bias", (256,), 0.0), SimulatedGradient("weight", (64, 1024), 1e-7)
+    for gradients in ([large], [small, large]):
+        result = step(SimulatedModel(gradients), Plan("none", strategy="allgather"), Cluster(3, shallow(1)), costs())
+        assert result.num_lost >= 3
 
 
 def test_a_deep_queue_changes_nothing():

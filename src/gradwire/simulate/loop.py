@@ -239,10 +239,12 @@ def _launch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
         if ports.stalled_until[link] > now:
             _schedule(events, state, ports.stalled_until[link], _AGAIN, task)
             return
-        if ports.under_way[link] == 0:
-            burst = min(nbytes, rules.window)
+        burst = min(nbytes, rules.window)
+        more = burst - ports.window[link]
+        if more > 0.0:
             # Less than a byte is what rounding leaves of an empty queue.
-            if ports.filled[destination] >= 1.0 and ports.filled[destination] + burst > rules.queue:
+            others = ports.filled[destination] - ports.window[link]
+            if others >= 1.0 and others + burst > rules.queue:
                 channel, seconds = tasks.channel[task], tasks.wire_occupancy[task] * burst / nbytes
                 state.channel_free[channel] = max(now, state.channel_free[channel]) + seconds
                 trail.channel_busy[channel] += seconds
@@ -251,7 +253,7 @@ def _launch(tasks: Any, state: Any, trail: Any, bulk: Any, events: Any, now: flo
                 _schedule(events, state, ports.stalled_until[link], _AGAIN, task)
                 return
             ports.window[link] = burst
-            ports.filled[destination] += burst
+            ports.filled[destination] += more
         ports.under_way[link] += 1
     _transmit(tasks, state, trail, events, now, task)
 
@@ -266,6 +268,7 @@ def _leave_port(state: Any, bulk: Any, recv: int) -> None:
         ports.under_way[link] -= 1
         if ports.under_way[link] == 0:
             ports.filled[destination] -= ports.window[link]
+            ports.window[link] = 0.0
 
 
 # -- batches of messages, see `gradwire.simulate.bulk` ----------------------------------------------------------
