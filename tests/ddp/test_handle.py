@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 
@@ -73,3 +74,27 @@ def test_an_optimizer_may_outlive_the_module_and_the_handle(caplog: pytest.LogCa
     assert alive() is None
     optimizer.step()
     assert not caplog.records
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = checkpoint(block, inputs, use_reentrant=True)
+        return inputs
+
+
+@pytest.mark.parametrize("method", ["threelc", "auto"])
+def test_a_backward_pass_is_one_step_if_reentrant_checkpoints_run_others_within_it(method: str) -> None:
+    ddp = DistributedDataParallel(Checkpointed(), bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    waits = []
+    with gw.attach(ddp, gw.Plan(method, min_elements=0), optimizer=optimizer) as handle:
+        handle.synchronizer.events.listen(lambda event: waits.append(event) if event.kind == "wait" else None)
+        for step in range(1, 5):
+            ddp(torch.ones(3, 16, requires_grad=True)).sum().backward()
+            optimizer.step()
+            assert (handle.synchronizer.step, len(waits)) == (step, step)

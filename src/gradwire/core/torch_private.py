@@ -87,6 +87,11 @@ def waits_before_callbacks(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph and not ddp._has_rebuilt_buckets)
 
 
+def may_skip_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward pass may skip buckets, the last one included (``skip_all_reduce_unused_params=``)."""
+    return bool(getattr(ddp, "skip_all_reduce_unused_params", False))
+
+
 def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
     """Whether a backward pass may skip parameters. Buckets then contain their previous ``.grad``."""
     return bool(ddp.find_unused_parameters or ddp.static_graph)

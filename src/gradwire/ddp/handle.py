@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -212,10 +212,9 @@ class Handle(ObservedHandle):
             self._rests = self._may_rest() and self.autopilot.rests()
             if self._rests:
                 self.synchronizer.count_step()
-                if torch_private.in_backward():
-                    torch_private.after_backward(self._end_rest)
         if self._rests:
             assert self.autopilot is not None
+            self._at_the_end(bucket, first, self._end_rest)
             return self.autopilot.native(bucket)
         with _advising():
             return self._average(bucket, first)
@@ -244,6 +243,16 @@ class Handle(ObservedHandle):
         self._last_index = index
         return index <= last
 
+    def _at_the_end(self, bucket: torch_private.GradBucket, first: bool, callback: Callable[[], None]) -> None:
+        """Call `callback` when the backward pass has ended. Call this for each bucket; a joined rank has no such pass.
+
+        The last bucket belongs to the pass, but one before it may belong to a pass within it, as reentrant checkpoints
+        make them. If DDP may skip the last bucket, the first counts: DDP has no such passes then.
+        """
+        by_first = torch_private.may_skip_buckets(self._module)
+        if torch_private.in_backward() and (first if by_first else bucket.is_last()):
+            torch_private.after_backward(callback)
+
     def _average(self, bucket: torch_private.GradBucket, first: bool) -> torch.futures.Future[torch.Tensor]:
         joined = not torch_private.in_backward()
         ddp = self._module
@@ -258,6 +267,8 @@ class Handle(ObservedHandle):
             future = self._submit(ddp, bucket, joined)
         if bucket.is_last() and (joined or torch_private.waits_before_callbacks(ddp)):
             self._end_backward()
+        else:
+            self._at_the_end(bucket, first, self._end_backward)
         if bucket.is_last() and joined:
             self.synchronizer.commit()  # no optimizer steps here, but this rank still owns residuals of sums
         return future
@@ -310,8 +321,6 @@ class Handle(ObservedHandle):
                 tensor=NO_TENSOR,
                 phase="begin of backward",
             )
-        if not joined:
-            torch_private.after_backward(self._end_backward)
         if self.autopilot is not None:
             self.autopilot.boundary()
         self.commit_without_optimizer()
