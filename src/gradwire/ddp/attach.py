@@ -112,7 +112,13 @@ def attach(
     momentum.at_attach(plan, list(optimizers))
     _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
     aux = optimizers.aux if optimizers.states else None
-    synchronizer = Synchronizer(ddp.process_group, plan, tensors=tensors, options=options, aux=aux)
+    settings = {
+        "check_every": check_every,
+        "auto's fidelity": fidelity if automatic else None,
+        "optimizer is given": optimizer is not None,
+        "scaler is given": scaler is not None,
+    }
+    synchronizer = Synchronizer(ddp.process_group, plan, tensors=tensors, options=options, aux=aux, settings=settings)
     try:
         handle = Handle(ddp, synchronizer, optimizers, momentum, check_every, scaler)
         if automatic:

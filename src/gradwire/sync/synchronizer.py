@@ -64,6 +64,7 @@ class Synchronizer(Peers):
             the next forward pass needs it.
         aux: Returns the slices of parameter and optimizer state for an element range, by parameter name. Required by
             compressors with `needs_optimizer`.
+        settings: Further settings, of the caller, in which ranks must not differ: plain data by name.
 
     Attributes:
         closed: Whether `close` was called.
@@ -74,7 +75,7 @@ class Synchronizer(Peers):
         UnknownNameError, OptionTypeError: See `Plan`.
         OptionError: A compressor of the plan needs `aux`, or a strategy needs a server, and there is none. Or
             `transport` is given with `time_slots`.
-        DisagreementError: Ranks differ in plan, seed, nodes, time slots or world size. Raised on every rank.
+        DisagreementError: Ranks differ in plan, seed, nodes, time slots, world size or `settings`. Raised on every rank.
         PeerTimeoutError: A rank did not come within `timeout`.
     """
 
@@ -89,6 +90,7 @@ class Synchronizer(Peers):
         transport: Transport | None = None,
         order: Literal["backward", "forward"] = "backward",
         aux: OptimizerSlices | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else Plan(plan)
         super().__init__(group, options)
@@ -124,6 +126,7 @@ class Synchronizer(Peers):
                 "watch_norms": options.watch_norms,
                 "services": {name: address.describe() for name, address in sorted(self._addresses.items())},
                 "tensors": self._tensors.describe(tensors),
+                **(settings or {}),
             }
         )
         self._tensors.add(tensors)

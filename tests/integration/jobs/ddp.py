@@ -307,6 +307,13 @@ def mistakes(rank: int, world_size: int) -> dict[str, list[str]]:
         "option differs", lambda: gw.attach(ddp, gw.Plan(gw.make("threelc", sparsity=1.0 + rank / 10), min_elements=0))
     )
     refused("seed differs", lambda: gw.attach(ddp, "threelc", options=gw.SyncOptions(seed=rank)))
+    refused("check differs", lambda: gw.attach(ddp, "threelc", check_every=100 * rank))
+    refused("auto differs", lambda: gw.attach(ddp, gw.Plan("auto" if rank == 0 else "none")))
+    refused("fidelity differs", lambda: gw.attach(ddp, "auto", fidelity="exact" if rank == 0 else "balanced"))
+    given = torch.optim.SGD(ddp.parameters(), 0.1) if rank == 0 else None
+    refused("optimizer differs", lambda: gw.attach(ddp, "threelc", optimizer=given))
+    scaler = torch.amp.GradScaler("cpu") if rank == 0 else None
+    refused("scaler differs", lambda: gw.attach(ddp, "threelc", scaler=scaler))
     handle = gw.attach(ddp, "threelc")
     refused("twice", lambda: gw.attach(ddp, "threelc"))
     refused("state", lambda: handle.load_state_dict(handle.state_dict() | {"world_size": 99}))
