@@ -141,23 +141,33 @@ class Optimizers:
                     "attach with that one. To accumulate gradients, run all backwards but the last under ddp.no_sync()."
                 )
 
-    def _before_step(self, owner: Owner, *_: Any) -> None:
+    def _before_step(
+        self, owner: Owner, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook before a step. A closure makes the gradients within the step: they are looked at when it returns."""
         before = self._before() if self._before is not None else None
         if before is not None:
-            before(owner.optimizer)
+            before(optimizer)
         if not self._expects_scaler and torch_private.stepping_scaler() is not None:
             self._expects_scaler = True  # warn once
             self._warn(
                 "A GradScaler scales these gradients, but attach was not given it. Pass scaler=. Otherwise residuals "
                 "count by the wrong scale whenever the scale changes."
             )
-        factors = owner.averaged.factors()
-        if owner.skips and _drop_if_nan(owner.optimizer):
-            if owner.state is not None:
-                owner.state.skip_step()
-        elif owner.state is not None:
-            owner.state.before_step(factors)
-        owner.skips = False
+        state = owner.state
+        if state is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            _check_gradients(owner, state)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            _check_gradients(owner, state)
+            return loss
+
+        return args[:1], kwargs | {"closure": checked}
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
         owner.backwards = 0
@@ -263,6 +273,16 @@ class Optimizers:
             return done.value()
 
         return future.then(arrived)
+
+
+def _check_gradients(owner: Owner, state: OptimizerState) -> None:
+    """Check that the gradients of a step are those for which gcomp has cut them, or skip the step."""
+    factors = owner.averaged.factors()
+    if owner.skips and _drop_if_nan(owner.optimizer):
+        state.skip_step()
+    else:
+        state.before_step(factors)
+    owner.skips = False
 
 
 def _drop_if_nan(optimizer: torch.optim.Optimizer) -> bool:
