@@ -91,6 +91,22 @@ def test_parameters_that_are_frozen_at_attach_belong_to_their_optimizer_all_the_
     handle.detach()
 
 
+def test_parameters_that_an_optimizer_is_given_after_attach_are_committed_with_its_steps() -> None:
+    ddp = wrapped()
+    first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
+    body = nn.Linear(2, 2)
+    ddp.module.append(body)
+    body.requires_grad_(False)
+    ddp = DistributedDataParallel(ddp.module)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[first, second])
+    body.requires_grad_(True)
+    second.add_param_group({"params": body.parameters()})
+    staged(handle, "3.bias")
+    second.step()
+    assert committed(handle) == {"3.bias"}
+    handle.detach()
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def test_momentum_correction_clips_what_the_loss_scale_has_been_taken_from() -> 
 
 def test_momentum_that_comes_back_after_attach_is_not_applied_twice() -> None:
     for found in results(launch("ddp.momentum_returns", 2)):
-        for case in ("loaded", "cycled"):
+        for case in ("loaded", "cycled", "unfrozen"):
             assert "SGD with momentum=0.9" in found[case] and "would be applied twice" in found[case]
             assert "had none at attach" in found[case]
         assert not found["at first"] and not found["set to 0"] and not found["detached"]

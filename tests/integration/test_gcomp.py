@@ -25,6 +25,8 @@ def test_two_ranks_train_as_without_compression(optimizer, in_closure) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "in_closure"), [("ring", False), ("scatter_reduce", True)])
-def test_if_ranks_differ_a_step_is_skipped_on_all_of_them_and_levels_are_sent_from_then_on(strategy, in_closure) -> None:
+def test_if_ranks_differ_a_step_is_skipped_on_all_of_them_and_levels_are_sent_from_then_on(
+    strategy, in_closure
+) -> None:
     for outcome in launch("gcomp.mismatch", 2, strategy=strategy, in_closure=in_closure):
         assert outcome.result == {"changed": [False, True, True], "finite": [False, True, True], "common": False}

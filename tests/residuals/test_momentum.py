@@ -197,7 +197,8 @@ def test_momentum_is_taken_out_of_an_optimizer() -> None:
     optimizer = sgd(momentum=0.85, nesterov=True)
     policy = MomentumCorrection.of(optimizer, clip=3.0)
     assert policy.options == {"momentum": 0.85, "nesterov": True, "masking": True, "clip": 3.0}
-    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["nesterov"]) == (0, False)
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.zeros(2))})
+    assert [(group["momentum"], group["nesterov"]) for group in optimizer.param_groups] == [(0, False)] * 2
 
 
 def test_an_optimizer_keeps_its_momentum_if_another_option_is_wrong() -> None:

@@ -308,8 +308,11 @@ class Handle(ObservedHandle):
             names = tuple(self._names[id(parameter)] for parameter in parameters)
             slices = [GradientSlice(name, grad) for name, grad in zip(names, bucket.gradients(), strict=True)]
             # Parameters that were frozen at attach. Registered here and not by `submit`, because auto plans for them.
-            new = [index for index, name in enumerate(names) if name not in self.synchronizer.tensors]
-            self.synchronizer.register({names[index]: TensorSpec.of(parameters[index]) for index in new})
+            known = self.synchronizer.tensors
+            new = [each for each in zip(names, parameters, strict=True) if each[0] not in known]
+            self.synchronizer.register({name: TensorSpec.of(parameter) for name, parameter in new})
+            if new:
+                self._momentum.add(new)
             kept = self._buckets[bucket.index()] = memory, names, slices
         return kept[1], kept[2]
 

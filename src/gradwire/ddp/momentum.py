@@ -47,6 +47,11 @@ class MomentumCheck:
         self._plan: Plan | None = None
         self._names: dict[int, str] = {}  # of the corrected parameters under `_plan`, by id
 
+    def add(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Look at further parameters from now on: those that were frozen at attach, and are trained."""
+        self._parameters.extend(parameters)
+        self._plan = None
+
     def at_attach(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Check all optimizers of the parameters.
 

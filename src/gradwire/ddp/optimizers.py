@@ -42,7 +42,7 @@ class Owner:
 
     Attributes:
         optimizer: The optimizer.
-        names: Names of the module's parameters that it has.
+        known: Names of the module's parameters, by id.
         state: State for gcomp. None if none of its parameters needs it.
         averaged: Finds changes of gradients before its steps, for `state`.
         backwards: Number of synchronized backward passes since its last step.
@@ -50,11 +50,25 @@ class Owner:
     """
 
     optimizer: torch.optim.Optimizer
-    names: frozenset[str]
+    known: Mapping[int, str]
     state: OptimizerState | None = None
     averaged: AfterAveraging = field(default_factory=AfterAveraging)
     backwards: int = 0
     skips: bool = False
+    _num_groups: int = 0
+    _names: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the module's parameters that it has now: `add_param_group` may have added some."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            ids = (id(each) for group in groups for each in group["params"])
+            self._num_groups, self._names = (
+                len(groups),
+                frozenset(self.known[each] for each in ids if each in self.known),
+            )
+        return self._names
 
     def __str__(self) -> str:
         return f"{type(self.optimizer).__name__} of {_some(sorted(self.names))}"
@@ -76,7 +90,7 @@ class Optimizers:
     def __init__(self, given: object, parameters: Parameters, names: Mapping[int, str]) -> None:
         self._parameters = parameters
         optimizers = [] if given is None else optimizers_of(given)
-        owners = [Owner(each, _names(each, names)) for each in optimizers]
+        owners = [Owner(each, names) for each in optimizers]
         self._owners = [owner for owner in owners if owner.names]
         self._owner_of = {name: owner for owner in self._owners for name in owner.names}
         self._before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None = None
@@ -293,11 +307,6 @@ def _drop_if_nan(optimizer: torch.optim.Optimizer) -> bool:
     for each in parameters:
         each.grad = None
     return True
-
-
-def _names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> frozenset[str]:
-    ids = (id(each) for group in optimizer.param_groups for each in group["params"])
-    return frozenset(names[each] for each in ids if each in names)
 
 
 def _some(names: Sequence[str]) -> str:

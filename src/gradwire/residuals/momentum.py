@@ -93,8 +93,8 @@ class MomentumCorrection(ErrorFeedback):
                 "optimizer, and do not load the state of this one into it: that would bring its momentum back."
             )
         policy = cls(float(momentum or 0), nesterov=bool(nesterov), **others)
-        for group in groups:
-            group.update(momentum=0, nesterov=False)
+        for settings in (*groups, *(each.defaults for each in optimizers)):  # defaults: for groups that are added later
+            settings.update(momentum=0, nesterov=False)
         return policy
 
     @property

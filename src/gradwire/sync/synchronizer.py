@@ -314,6 +314,8 @@ class Synchronizer(Peers):
         for names in owned or (None,):
             if self._has_nonfinite(names):
                 self.rollback(names)
+        if self._nonfinite:
+            self.rollback(frozenset(self._nonfinite))  # tensors that no optimizer has
         if self._watch is not None and self._watch.watches(self.step):
             self._compare_norms(self._watch)
         self.count_step()

@@ -92,9 +92,11 @@ def nonfinite(rank: int, world_size: int, method: str, strategy: str, with_optim
 
 def momentum_returns(rank: int, world_size: int) -> dict[str, str]:
     """Bring momentum back into an optimizer whose momentum is corrected. Returns what the steps after it raise."""
-    ddp = wrap(model())
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
-    uncorrected = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9).state_dict()
+    ddp = wrap(model(), find_unused_parameters=True)
+    frozen = ddp.module[0].requires_grad_(False)
+    trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.05, momentum=0.9)
+    uncorrected = torch.optim.SGD(trained, 0.05, momentum=0.9).state_dict()
     feedback = gw.MomentumCorrection.of(optimizer)
     handle = gw.attach(ddp, gw.Plan("topk:ratio=0.1", feedback=feedback, min_elements=0), optimizer=optimizer)
     own = batches(rank, world_size)
@@ -115,6 +117,10 @@ def momentum_returns(rank: int, world_size: int) -> dict[str, str]:
     found["set to 0"] = step()
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
     found["cycled"] = step()
+    optimizer.param_groups[0]["momentum"] = 0
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": frozen.parameters(), "momentum": 0.9})
+    found["unfrozen"] = step()
     handle.detach()
     found["detached"] = step()
     return found
