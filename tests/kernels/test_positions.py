@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import cpu, reference
+from gradwire.kernels.gpu import positions as gpu
 from gradwire.kernels.reference.positions import BITMAP, low_bits
 from tests.kernels.samples import BACKENDS
 
@@ -97,6 +99,19 @@ def test_every_flipped_bit_is_refused_or_another_list(kernels, size: int, count:
             assert (np.diff(found.astype(np.int64)) > 0).all()
             assert found[-1] < size
             assert packed(kernels, found, size).tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(("size", "count"), [(43, 1), (43, 5), (43, 30), (3000, 20), (3000, 2000)])
+def test_with_torch_every_flipped_bit_is_refused_or_taken_as_by_the_reference(size: int, count: int) -> None:
+    body = packed(reference, np.append(chosen(size - 1, count - 1), size - 1), size)  # so that a flip can go beyond
+    for bit in range(8 * body.size):
+        other = body.copy()
+        other[bit // 8] ^= 1 << bit % 8
+        found = gpu.unpack_positions(torch.from_numpy(other), size, count)
+        wanted = unpacked(reference, other, size, count)
+        assert (found is None) == (wanted is None), bit
+        if found is not None:
+            assert np.array_equal(found.numpy(), wanted)
 
 
 @given(body=st.binary(max_size=60), size=st.integers(0, 300), count=st.integers(0, 310), right_length=st.booleans())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradwire.kernels import reference
 from gradwire.lang import cache, concat, interpret, trace
 from gradwire.lang.emit import statics
 from gradwire.lang.ir import Program
@@ -230,10 +231,14 @@ def test_arbitrary_bytes_are_decoded_or_refused(name: str, device: str) -> None:
 
 
 def test_a_position_outside_the_gradient_makes_a_payload_invalid(device: str) -> None:
-    generated = Generated(algorithms.program("sampled"), device)
-    body = np.array([3, 10], np.uint32).tobytes() + np.array([1, 2], np.float32).tobytes()
-    out = np.zeros(10, np.float32)
-    assert not generated.decode(np.frombuffer(body, np.uint8), out)
+    generated, out = Generated(algorithms.program("sampled"), device), np.zeros(10, np.float32)
+    positions = np.empty(reference.positions_bytes(10, 2), np.uint8)
+    reference.pack_positions(np.array([3, 9], np.uint32), 10, positions)
+    start = np.uint32(2).tobytes() + np.array([1, 2], np.float32).tobytes()
+    assert generated.decode(np.frombuffer(start + positions.tobytes(), np.uint8), out)
+    assert out.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 2]
+    positions[1] = 1 << 12 - 8  # position 12 in place of 9, in a bitmap
+    assert not generated.decode(np.frombuffer(start + positions.tobytes(), np.uint8), out)
 
 
 def test_names_of_the_runtime_cannot_be_fields() -> None:
