@@ -14,8 +14,9 @@ import gradwire as gw
 from gradwire.compressors.base import Compressor
 from gradwire.core.context import key_words
 from gradwire.core.errors import SyncError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels.cpu import groups
+from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.fusion import FusionGroup, FusionLayout
@@ -58,6 +59,8 @@ class Calls:
     """The arguments of compiled calls for tensors of all sizes."""
 
     codec: Compressor
+    feedback: bool = True
+    dtype: torch.dtype = torch.float32
     guarded: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +69,8 @@ class Calls:
         self.most = [self.codec.max_encoded_bytes(TensorSpec((size,))) for size in SIZES]
         self.table = np.array([(size, 0, most) for size, most in zip(SIZES, self.most, strict=True)], np.int64)
         self.static = np.stack([compiled.static(size, 0) for size in SIZES])
-        self.encoder = np.uint64(groups.encoder(compiled.encode, FLOATS.dtype, True))
+        self.like = as_input(as_array(torch.empty(0, dtype=self.dtype)))
+        self.encoder = np.uint64(groups.encoder(compiled.encode, self.like.dtype, self.feedback))
         self.decoder = np.uint64(groups.decoder(compiled.decode_sum))
         self.scratch = self.new(max(compiled.scratch_bytes(size, WORLD_SIZE) for size in SIZES), np.uint8)
         self.total = self.new(max(SIZES))
@@ -98,6 +102,14 @@ class Calls:
             merged,
         )  # fmt: skip
         return size, merged[: max(size, 0)], after
+
+    def encode_without_residuals(self, grads: list[np.ndarray], scale: float) -> np.ndarray:
+        message, nothing = self.message(), np.zeros(len(SIZES), np.uint64)
+        size = groups.encode_group(
+            self.encoder, self.like, None, self.table, places(grads), np.float32(scale), nothing, nothing,
+            self.keys(0), self.static, self.scratch, message,
+        )  # fmt: skip
+        return message[:size]
 
     def encode(self, grads: list[np.ndarray], before: list[np.ndarray], rank: int) -> tuple[np.ndarray, Any]:
         after, message = [self.new(size) for size in SIZES], self.message()
@@ -161,6 +173,21 @@ def test_a_group_is_encoded_added_and_merged_as_its_tensors_are_one_by_one(metho
         payload = codec.encode(total, calls.context(index, 0), residual_in=before[index], residual_out=left)
         assert payload.body.tobytes() == body
         np.testing.assert_array_equal(after[index], left)
+    for each in calls.guarded:
+        each.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("method", METHODS)
+def test_without_residuals_a_group_has_the_bytes_of_its_tensors_one_by_one(method: str, dtype: torch.dtype) -> None:
+    calls = Calls(gw.make(method), feedback=False, dtype=dtype)
+    smallest = float(np.finfo(np.float16 if dtype == torch.float16 else np.float32).smallest_subnormal)
+    for factor in (1.0, smallest, 0.0):
+        grads = [torch.from_numpy(each * np.float32(factor)).to(dtype) for each in normal(calls, 1)]
+        message = calls.encode_without_residuals([as_array(grad) for grad in grads], 1 / 3)
+        for index, body in enumerate(bodies(message)):
+            payload = calls.codec.encode(grads[index], calls.context(index, 0), scale=1 / 3)
+            assert payload.body.tobytes() == body, (factor, SIZES[index])
     for each in calls.guarded:
         each.check()
 
