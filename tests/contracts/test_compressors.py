@@ -57,6 +57,15 @@ def test_an_element_beyond_the_16_bit_range_is_marked(name: str) -> None:
     assert not codec.encode(grad * 1.003, context(grad), scale=0.5).nonfinite
 
 
+@pytest.mark.parametrize("name", ["none", "lossless", "gcomp"])
+def test_a_float64_beyond_float32_is_finite_and_keeps_its_bits(name: str) -> None:
+    codec, grad = compressors.make(name), torch.tensor([1e39, -1.0], dtype=torch.float64)
+    payload = codec.encode(grad, context(grad))
+    assert not payload.nonfinite
+    assert torch.equal(codec.decode(payload, context(grad)), grad)
+    assert codec.encode(grad * torch.inf, context(grad)).nonfinite
+
+
 def draws_nothing(codec: Compressor) -> bool:
     """Whether the bytes of one of our own compressors follow from the gradient alone."""
     if isinstance(codec, TracedCompressor):
