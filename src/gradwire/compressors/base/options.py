@@ -47,9 +47,10 @@ def flag(option: str, value: object) -> bool:
 
 def choice(option: str, value: object, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise OptionError(f"{option} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
-    return value
+    if isinstance(value, str) and value in choices:
+        return value
+    error = OptionError if isinstance(value, str) else OptionTypeError
+    raise error(f"{option} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
 def like(name: str, value: Any, default: Any) -> Any:
@@ -57,9 +58,10 @@ def like(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         return flag(name, value)
     if name == "bits":
-        if value not in (1, 2, 4, 8):
+        found = integer(name, value, 1, 8)
+        if found not in (1, 2, 4, 8):
             raise OptionError(f"bits must be 1, 2, 4 or 8, not {value!r}.")
-        return int(value)
+        return found
     if name == "block" and not value == default == 0:  # 0 stands for the whole tensor
         return integer(name, value, 8, 1 << 20)
     if name in ("ratio", "sample"):
