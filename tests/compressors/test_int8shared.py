@@ -68,6 +68,12 @@ def test_the_largest_float_survives() -> None:
     assert np.isfinite(sent(compressors.make("int8shared"), torch.tensor([largest, -largest, -1e38]))).all()
 
 
+def test_blocks_vanish_where_a_scale_has_no_inverse() -> None:
+    codec, limit = compressors.make("int8shared"), 127 * 2.0**-128
+    assert not sent(codec, torch.full((64,), limit * 0.9999)).any()
+    np.testing.assert_allclose(sent(codec, torch.full((64,), limit * 1.0001)), limit, rtol=1e-3)
+
+
 def test_minus_128_is_refused() -> None:
     codec, grad = compressors.make("int8shared"), normal(4)
     payload = codec.encode(grad, context(grad))

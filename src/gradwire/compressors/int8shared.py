@@ -8,8 +8,9 @@ one rank may be small compared to those of another.
 Body: ceil(N/B) scales as float32, unless they were shared, then N integers.
 
 Source: SwitchML (Sapio et al. 2021), section 3, shared scales; 3LC (Lim, Andersen, Kaminsky 2019), section 5.1, "8-bit
-int" (255 values, -128 unused). Differences: scales are real numbers, not powers of two. Not written in `gradwire.lang`,
-which has no accumulators yet.
+int" (255 values, -128 unused). Differences: scales are real numbers, not powers of two. Elements are multiplied by
+1 / scale, which is faster than a division, so a block decodes to zeros if its largest magnitude over all ranks is below
+127 · 2⁻¹²⁸, 3.7e-37. Not written in `gradwire.lang`, which has no accumulators yet.
 """
 # Shapes: N = elements of the tensor or range, B = block, W = ranks
 
