@@ -120,13 +120,17 @@ class Compressor(ABC):
         return {}
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        """The δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖² for every g of this spec, or None."""
+        """The δ of ‖g − decode(encode(g))‖² ≤ (1 − δ)‖g‖² for every g of this spec, or None.
+
+        The bound does not cover elements so small that float32 arithmetic turns them into 0; see each compressor.
+        """
         return None
 
     def variance(self, spec: TensorSpec) -> float | None:
         """The ω of E‖g − decode(encode(g))‖² ≤ ω‖g‖² for every g of this spec, or None. ω includes the bias.
 
-        No element decodes to more than max(2, 1 + ω) times the largest magnitude of g.
+        Small elements are excepted as in `contraction`. No element decodes to more than max(2, 1 + ω) times the largest
+        magnitude of g.
         """
         return None
 
