@@ -57,6 +57,14 @@ def test_an_element_beyond_the_16_bit_range_is_marked(name: str) -> None:
     assert not codec.encode(grad * 1.003, context(grad), scale=0.5).nonfinite
 
 
+def test_a_gradient_is_scaled_before_the_cast_where_the_hook_of_torch_casts_first() -> None:
+    codec, grad = compressors.make("fp16"), torch.tensor([1e5])
+    assert grad.half().div_(4).isinf()
+    payload = codec.encode(grad, context(grad), scale=0.25)
+    assert not payload.nonfinite
+    torch.testing.assert_close(codec.decode(payload, context(grad)), grad / 4, rtol=2.0**-11, atol=0)
+
+
 @pytest.mark.parametrize("name", ["none", "lossless", "gcomp"])
 def test_a_float64_beyond_float32_is_finite_and_keeps_its_bits(name: str) -> None:
     codec, grad = compressors.make(name), torch.tensor([1e39, -1.0], dtype=torch.float64)

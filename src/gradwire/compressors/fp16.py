@@ -5,8 +5,9 @@ element beyond 65504 marks the payload as non-finite.
 
 Body: the elements, 2 bytes each.
 
-Source: PyTorch's `fp16_compress_hook`. Differences: the hook divides by the world size before the cast; here the caller
-passes `scale`, with the same result. An overflow is marked, so that the step is skipped and the model stays intact.
+Source: PyTorch's `fp16_compress_hook`. Differences: the hook casts first, and divides by the world size and adds in 16
+bits; here gradients are scaled before the cast, and decoded values are added in float32. An overflow is marked, so that
+the step is skipped and the model stays intact.
 """
 
 from __future__ import annotations
