@@ -214,6 +214,15 @@ def test_nothing_is_lost(strategy: str, dtype: torch.dtype) -> None:
     assert (found[0][1] + held - produced).abs().max() < slack * produced.abs().max()
 
 
+def test_a_first_step_draws_factors_that_are_the_same_on_all_ranks() -> None:
+    codec, grad = PowerSGD(2), gradient(0, 0, (24, 50))
+    body = codec.encode(grad, context(grad)).body.tobytes()
+    for other in ({"rank": 1}, {"stage": 1}):
+        assert codec.encode(grad, context(grad, **other)).body.tobytes() == body
+    for other in ({"seed": 8}, {"step": 4}, {"name": "fc.bias"}):
+        assert codec.encode(grad, context(grad, **other)).body.tobytes() != body
+
+
 def test_zeros_do_not_stop_the_iteration() -> None:
     def run(one: Synchronizer) -> torch.Tensor:
         for values in (torch.zeros(24, 50), torch.ones(24, 50)):

@@ -78,7 +78,7 @@ def draws_nothing(codec: Compressor) -> bool:
     """Whether the bytes of one of our own compressors follow from the gradient alone."""
     if isinstance(codec, TracedCompressor):
         return {"random", "sample", "hash", "step"}.isdisjoint(node.op for node in codec.program.encode_nodes())
-    return not rounds_at_random(codec)
+    return not rounds_at_random(codec) and codec.name != "powersgd"
 
 
 @pytest.mark.parametrize(
