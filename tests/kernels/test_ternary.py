@@ -88,6 +88,16 @@ def test_ties_round_to_zero_and_the_next_float_does_not(kernels):
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
+def test_three_halves_round_to_one_where_the_nearest_even_number_is_two(kernels):
+    x = np.array([1.5, -1.5, np.nextafter(np.float32(1.5), np.float32(0)), 5, 0], np.float32)
+    out, packed = np.empty(5, np.float32), np.empty(1, np.uint8)
+    kernels.pack_ternary(x, 1.0, packed)
+    kernels.unpack_ternary(packed, 1.0, out)
+    assert out.tolist() == [1, -1, 1, 1, 0]
+    assert np.rint(x).tolist() == [2, -2, 1, 5, 0]
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
 def test_half_of_an_odd_subnormal_is_exact(kernels):
     smallest = np.float32(1e-45)
     x = np.array([1, 2, -1, -2, 0], np.float32) * smallest

@@ -99,6 +99,7 @@ def test_how_often_elements_meet_by_chance() -> None:
         interpret.encode(draw, between_levels(), environment(ctx))[0].view(np.float32) for ctx in (BASE, OTHERS["rank"])
     )
     assert one.min() > 0 and one.max() < 1
+    assert (one * 131072 % 2 == 1).all()
     assert (one == other).sum() <= 15
     assert len(np.unique(one)) > 50_000  # 51,300 of 65,536 values expected, with a deviation of 82
 

@@ -1,8 +1,8 @@
 """8-bit integers with a scale per block: q = x / scale in [-127, 127], with scale = largest magnitude / 127.
 
 With stochastic rounding, the default, it is unbiased and needs no feedback. With rounding to nearest it is biased, and
-a contraction with δ = 1 / (1 + (B - 1) / 254²). Elements vanish in a block whose largest magnitude is below 127 times
-the smallest float32. Payloads cannot be summed; see `int8shared`.
+a contraction with δ = 1 / (1 + (B - 1) / 254²). Elements vanish in a block whose largest magnitude is below 63.5
+times the smallest float32. Payloads cannot be summed; see `int8shared`.
 
 Body: ceil(N/B) scales as float32, then N integers.
 

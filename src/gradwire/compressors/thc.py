@@ -2,9 +2,9 @@
 
 Biased, because coordinates beyond t_p, a fraction p of them, are clamped; so it needs error feedback. Quantization adds
 no bias. No contraction: a rank whose block is small compared to another's may lose more than it has. Payloads add up:
-the sum of n payloads is at most n · granularity per coordinate, and decodes to exactly the mean of the decoded
-payloads. Plans whose sums float32 would round are refused, except with `rotate="full"` (`support.homomorphic`). Blocks
-with a root mean square below 2^-100 are not sent.
+the sum of n payloads is at most n · granularity per coordinate, and decodes to the sum of the decoded payloads, up to
+the rounding of float32. Plans whose sums float32 would round are refused, except with `rotate="full"`
+(`support.homomorphic`). Blocks with a root mean square below 2^-100 are not sent.
 
 Body: see `support.homomorphic`; the block statistic is the root mean square.
 

@@ -5,8 +5,8 @@
 
 All kernels follow these conventions:
 
-- Arrays are contiguous and one-dimensional. The caller provides the output buffers. A kernel allocates no memory
-  proportional to its input.
+- Arrays are contiguous and one-dimensional. The caller provides the output buffers. A kernel of `cpu` allocates no copy
+  of a gradient; `top_k` allocates space for about twice the elements that it selects.
 - A gradient `x` is float32, float64, float16, or uint16 with the bits of bfloat16. Elements are converted to float32
   when they are loaded. Arithmetic is float32 and rounds after each operation, unless the kernel says otherwise.
 - Residuals and decoded tensors are float32.

@@ -94,8 +94,8 @@ def power(e: Any) -> Value:
 def random(low: Any = 0.0, high: Any = 1.0, *, shared: bool = False) -> Value:
     """Uniform random numbers between low and high, one per element, new in each step. The ends are excluded.
 
-    They are multiples of 1/65536 of the range, so rounding with them is unbiased to 2^-17 of a step; to 2^-16 from 128
-    steps on, where the sum in float32 has a tie, which goes to even.
+    They are odd multiples of 1/131072 of the range, so rounding with them is unbiased to 2^-17 of a step; to 2^-16 from
+    128 steps on, where the sum in float32 has a tie, which goes to even.
 
     Args:
         low, high: Range.

@@ -9,10 +9,11 @@ The last element of an accumulator counts payloads, because sums are centered by
 pass did not use a parameter sends none.
 
 Sums are exact until decoding scales them. Decoding subtracts g/2 for each payload, in float32. The values of a block
-are then all integers, or all halves of odd integers. The transform adds up to B of them, always an even number, so it
-has integers of up to W g B/2, and float32 has all integers up to 2^24. A plan with a larger W g B/2 (W g without
-rotation) is refused when ranks agree on it. With `rotate="full"`, where B follows the length of the range, nothing is
-refused, and larger sums may be rounded. All ranks get the same bits in any case, because additions have one order.
+are then all integers, or all halves of odd integers. The transform adds up to B of them, an even number, so it has
+integers of up to W g B/2, and float32 has all integers up to 2^24. A last block of one element has no sums, and float32
+has all halves up to 2^23. A plan with a larger W g B/2 (W g without rotation) is refused when ranks agree on it. With
+`rotate="full"`, where B follows the length of the range, nothing is refused, and larger sums may be rounded. All ranks
+get the same bits in any case, because additions have one order.
 
 With `rotate="full"`, blocks are as long as padding of at most a sixteenth of the range (or 31 elements) allows: at most
 16 blocks. One block for all, padded to the next power of two, could double the bytes.

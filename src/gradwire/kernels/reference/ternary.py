@@ -1,7 +1,7 @@
 """3-value quantization and quartic encoding: q in {-1, 0, 1}, five of them in a byte.
 
 An element becomes 1 or -1 if its magnitude is above M / 2, else 0. This equals rounding x / M to nearest even while
-|x| <= 3/2 M. NaN becomes 0 and stays in the residual.
+|x| < 3/2 M. NaN becomes 0 and stays in the residual.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 3.1 and 3.2; the step numbers are those of 3.2. Differences: a
 comparison instead of a division, so that all backends agree exactly; values beyond M saturate. Step 4 pads with digits
