@@ -8,9 +8,11 @@ import os
 import queue
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from threading import Barrier, Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +286,46 @@ def test_an_exception_on_the_endpoints_thread_ends_the_server() -> None:
         server.run(lambda text: None)
     assert "IndexError" in str(worker.told.get(timeout=20))
     worker.endpoint.close()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """What the server's clock shows."""
+    now = [100.0]
+    monkeypatch.setattr("gradwire.parameter_server.process.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@contextlib.contextmanager
+def without_loop(options: ParameterServerOptions) -> Iterator[ParameterServer]:
+    """A server whose loop is the test."""
+    server = ParameterServer(options)
+    server._endpoint.start()
+    try:
+        yield server
+    finally:
+        server._endpoint.close()
+
+
+@pytest.mark.parametrize(("had_come", "seconds"), [(True, 9), (False, 29)])
+def test_each_missing_worker_has_the_whole_patience(clock, had_come, seconds) -> None:
+    """Worker 2 is lost at the moment when worker 1 is back, or joins at last."""
+    limits = {"patience": timedelta(seconds=10), "start_timeout": timedelta(seconds=30)}
+    with without_loop(ParameterServerOptions(3, **limits)) as server:
+        machine = server.machine
+        machine.incarnations = {worker: [1] for worker in (0, 1, 2) if had_come or worker != 1}
+        machine.present = {0, 2}
+        server._check_away()
+        clock[0] += seconds
+        machine.incarnations[1] = [1]
+        machine.present = {0, 1}
+        server._check_away()
+        clock[0] += 9
+        server._check_away()
+        clock[0] += 2
+        with pytest.raises(PeerTimeoutError, match=r"Workers \[2\] were away for 10 s") as caught:
+            server._check_away()
+    assert caught.value.rank == 2
 
 
 @pytest.mark.timeout(120)

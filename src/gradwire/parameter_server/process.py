@@ -3,8 +3,8 @@
 The endpoint's thread receives frames. The thread that calls `run` takes them in the order of arrival, writes those that
 change the state to the journal, and sends what `ServerStateMachine` answers.
 
-On failure: a lost worker is waited for. The job ends with one error at all workers when too few of them are there for
-longer than the patience. A server that is started again continues from its checkpoint and journal.
+On failure: a lost worker is waited for. The job ends with one error at all workers when one that it needs stays away
+for longer than the patience. A server that is started again continues from its checkpoint and journal.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ParameterServer(Server):
         self._versions_before = sum(round_.version for round_ in self.machine.rounds)  # of an earlier process
         self._num_updates_sent = 0
         self._connections: dict[int, int] = {}  # connection of each worker's last JOIN
-        self._lost_since: float | None = None
+        self._missing_since: dict[int, float] = {}  # workers without which no step can be closed
         self._open: dict[int, tuple[int, float]] = {}  # tensors with a push: the step, and since when
         self._next_stall_check = 0.0
 
@@ -219,22 +219,21 @@ class ParameterServer(Server):
     # -- workers that are waited for -------------------------------------------------------------------------
 
     def _check_away(self) -> None:
-        """End the job if too few workers are there for longer than the patience."""
+        """End the job if a worker that it needs stays away for longer than the patience."""
         missing = self.machine.missing()
         if missing and not self._waiting():
             missing = [worker for worker in missing if worker not in self.machine.finished]
-        if not missing:
-            self._lost_since = None
-            return
         self._check_refused(missing)
-        all_came = len(self.machine.incarnations) == self.options.workers
-        patience = self.options.patience if all_came else self.options.start_timeout
         now = time.monotonic()
-        self._lost_since = self._lost_since or now
-        if now - self._lost_since > patience.total_seconds():
-            if not self._enough_finished():
-                raise away(missing, patience, missing[0])
-            self._finish()
+        self._missing_since = {worker: self._missing_since.get(worker, now) for worker in missing}
+        for worker, since in self._missing_since.items():
+            has_come = worker in self.machine.incarnations
+            patience = self.options.patience if has_come else self.options.start_timeout
+            if now - since > patience.total_seconds():
+                if not self._enough_finished():
+                    raise away(missing, patience, worker)
+                self._finish()
+                return
 
     def _check_stalled(self) -> None:
         """End the job if a worker is connected, but holds up a step."""
