@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import queue
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from threading import Barrier, Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,9 +26,10 @@ from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.net.keys import job_epoch
 from gradwire.parameter_server.journal import Journal
 from gradwire.parameter_server.process import MAX_QUEUED_BYTES, ParameterServer, ParameterServerOptions
+from gradwire.parameter_server.round import Push, Round
 from gradwire.parameter_server.server import ServerStateMachine
 from gradwire.parameter_server.shard import ParameterShard
-from gradwire.wire.frame import FrameKind
+from gradwire.wire.frame import FrameFlags, FrameKind
 from tests.net.stranger import Stranger
 from tests.parameter_server.clients import backward, connect, linear, sgd, train_step
 
@@ -328,6 +331,19 @@ def test_each_missing_worker_has_the_whole_patience(clock, had_come, seconds) ->
     assert caught.value.rank == 2
 
 
+@pytest.mark.parametrize(("present", "named"), [({0, 2}, [2]), ({0}, [1, 2])])
+def test_workers_that_are_connected_and_hold_up_a_step_are_named(clock, present, named) -> None:
+    with without_loop(ParameterServerOptions(3, stall_timeout=timedelta(seconds=10))) as server:
+        server.machine.present = present
+        server.machine.rounds = [Round(3)]
+        server.machine.rounds[0].add(0, 0, Push(FrameFlags.NONE, np.empty(0, np.uint8), ({},)))
+        server._check_stalled()
+        clock[0] += 11
+        with pytest.raises(PeerTimeoutError, match=re.escape(f"Workers {named} did not send")) as caught:
+            server._check_stalled()
+    assert caught.value.rank == named[0]
+
+
 @pytest.mark.timeout(120)
 def test_a_worker_that_hangs_while_its_connection_lives_ends_the_job() -> None:
     limits = {"patience": timedelta(seconds=0.2), "stall_timeout": timedelta(seconds=1)}
@@ -350,9 +366,7 @@ def test_a_worker_that_hangs_while_its_connection_lives_ends_the_job() -> None:
     threads = [Thread(target=work, args=(worker,)) for worker in range(2)]
     for thread in threads:
         thread.start()
-    with pytest.raises(
-        PeerTimeoutError, match=r"Workers \[1\] are connected, but did not send gradients of step 1 within 1 s"
-    ):
+    with pytest.raises(PeerTimeoutError, match=r"Workers \[1\] did not send gradients of step 1 within 1 s"):
         server.run()
     over.set()
     for thread in threads:

@@ -217,10 +217,9 @@ def away(workers: list[int], patience: timedelta, rank: int) -> PeerTimeoutError
 
 
 def stalled(workers: list[int], what: str, seconds: float) -> PeerTimeoutError:
-    """The error for workers that are connected and hold up the others."""
+    """The error for workers that hold up the others."""
     return PeerTimeoutError(
-        f"Workers {workers} are connected, but did not send {what} within {seconds:g} s of the first worker. Look at "
-        "their logs.",
+        f"Workers {workers} did not send {what} within {seconds:g} s of the first worker. Look at their logs.",
         rank=workers[0] if workers else None,
         phase=what,
     )

@@ -236,7 +236,7 @@ class ParameterServer(Server):
                 return
 
     def _check_stalled(self) -> None:
-        """End the job if a worker is connected, but holds up a step."""
+        """End the job if workers hold up a step. Those that are connected are named, if there are any."""
         now = time.monotonic()
         if now < self._next_stall_check:
             return
@@ -249,8 +249,8 @@ class ParameterServer(Server):
             version, since = before.get(tensor, (-1, now))
             self._open[tensor] = round_.version, since if version == round_.version else now
             if now - self._open[tensor][1] > limit:
-                late = sorted(set(range(self.options.workers)) - round_.pushes.keys() - self.machine.finished)
-                raise stalled(late, f"gradients of step {round_.version}", limit)
+                late = set(range(self.options.workers)) - round_.pushes.keys() - self.machine.finished
+                raise stalled(sorted(late & self.machine.present or late), f"gradients of step {round_.version}", limit)
 
     def _check_finished(self) -> None:
         """End the job if workers wait for one that has finished: they would wait forever."""
