@@ -21,6 +21,7 @@ from gradwire.net.client import ConnectionOptions
 from gradwire.net.datagrams import DatagramReceiver, DatagramSender, DatagramSocket
 from gradwire.wire.frame import FrameKind
 from tests.aggregator.aggregation_job import SHORT, WAIT, check_round, submit_all
+from tests.integration.launch import free_port
 from tests.net.certificates import Authority
 from tests.net.recorder import until
 from tests.schedules import jobs
@@ -347,6 +348,14 @@ def test_a_key_is_needed_beyond_loopback_and_datagrams_for_multicast(monkeypatch
     for host in ("10.0.0.1", "a.example", "ff02::1"):
         with pytest.raises(OptionError, match=r"one of 239\.0\.0\.0/8"):
             AggregationServer(AggregationOptions(1, udp=True, multicast=(host, 5000)))
+
+
+def test_a_server_that_cannot_be_made_leaves_its_address_free(job):
+    port = free_port()
+    with pytest.raises(OptionError, match="too short") as raised:
+        AggregationServer(AggregationOptions(2, port=port, udp=True, timeout=timedelta(seconds=0.5)))
+    job.serve(port=port, udp=True)
+    del raised  # held until here, with all that it refers to
 
 
 @pytest.mark.parametrize("udp", [False, True])

@@ -115,7 +115,11 @@ class AggregationServer(Server):
         self._rng = random.Random(secrets.randbits(64))
         self._ended = False
         self._num_forged = self._num_replayed = 0
-        self._listen(self._open_datagrams)
+        try:
+            self._listen(self._open_datagrams)
+        except BaseException:
+            self._release(done=False)
+            raise
 
     @property
     def counters(self) -> PacketCounters:
