@@ -283,6 +283,21 @@ def test_a_live_worker_may_hold_up_a_result_for_longer_than_a_silent_one(job, ud
             assert future.result(WAIT).counted.any()
 
 
+def test_a_client_that_is_interrupted_at_its_start_ends_the_job_and_its_threads(job, monkeypatch):
+    def interrupt(condition: threading.Condition, *arguments: Any) -> None:
+        monkeypatch.setattr(threading.Condition, "wait_for", wait_for)
+        wait_for(condition, *arguments)
+        raise KeyboardInterrupt
+
+    address, wait_for = job.serve(workers=1), threading.Condition.wait_for
+    monkeypatch.setattr(threading.Condition, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        AggregationClient(address, jobs.config(1), 0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gradwire-aggregation")]
+    assert "This worker could not start" in str(job.end())
+    del raised  # held until here, with the client
+
+
 def test_an_unreachable_server(job):
     address = job.serve(workers=1)
     job.join(address, jobs.config(1))[0].close()

@@ -80,6 +80,7 @@ class AggregationClient(Client):
         config.check_size()
         host, port = parse_address(address) if isinstance(address, str) else address
         self._server_ip = resolve(host)  # once, not for every packet
+        own_ip = address_toward(self._server_ip)
         super().__init__((host, port), rank, config.world_size, job, connection)
         self.config = config
         self._stall = connection.stall_timeout.total_seconds()
@@ -91,7 +92,7 @@ class AggregationClient(Client):
         self._futures: dict[AggregationRequest, Future[Reply]] = {}
         self._goodbye = ""
         self._welcome: AggregatorWelcome | None = None
-        self._datagrams = DatagramSocket((address_toward(self._server_ip), 0))
+        self._datagrams = DatagramSocket((own_ip, 0))
         self._sources = [self._datagrams]  # and the multicast group, if the server has one
         self._sender: DatagramSender | None = None  # until the welcome
         self._receivers: list[DatagramReceiver] = []  # of the sources
@@ -102,15 +103,18 @@ class AggregationClient(Client):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._selector.register(self._datagrams.socket, selectors.EVENT_READ)
-        self._endpoint.start()
-        self._thread = threads.start(f"gradwire-aggregation-{rank}", self._run, self._end)
-        with self._changed:  # `_check_lost` comes first, and says more
-            limit = connection.timeout.total_seconds() + GRACE_SECONDS
-            if not self._changed.wait_for(lambda: self._welcome is not None or self._error is not None, limit):
-                self._fail(SyncError(f"The {self._server_name} did not welcome rank {rank} within {limit:g} s."))
-        if self._error is not None:
-            self.close()
-            raise self._error
+        self._thread = threads.make(f"gradwire-aggregation-{rank}", self._run, self._end)
+        try:
+            self._thread.start()
+            self._endpoint.start()
+            with self._changed:  # `_check_lost` comes first, and says more
+                limit = connection.timeout.total_seconds() + GRACE_SECONDS
+                if not self._changed.wait_for(lambda: self._welcome is not None or self._error is not None, limit):
+                    self._fail(SyncError(f"The {self._server_name} did not welcome rank {rank} within {limit:g} s."))
+            self.check()
+        except BaseException:
+            self.close("This worker could not start.")
+            raise
 
     @property
     def counters(self) -> PacketCounters:
