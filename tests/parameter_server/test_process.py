@@ -114,6 +114,32 @@ def version_after_restart(folder: Path, content: bytes) -> int | None:
     return machine.rounds[0].version if machine.rounds else None
 
 
+@pytest.mark.timeout(120)
+def test_the_journal_stands_in_for_the_last_checkpoint_of_a_job_with_backups(tmp_path) -> None:
+    """Workers 0 and 1 have finished, and too few are left for another step of worker 2."""
+    server = ParameterServer(ParameterServerOptions(3, state=tmp_path))
+    serving = Thread(target=server.run)
+    serving.start()
+
+    def work(worker: int) -> None:
+        with connect(server, gw.JobOptions(worker=worker, workers=3, backups=1)) as client:
+            while train_step(client, client.steps) and (worker == 2 or client.steps < 3):
+                pass
+
+    workers = [Thread(target=work, args=(worker,)) for worker in range(3)]
+    for thread in workers:
+        thread.start()
+    for thread in [*workers, serving]:
+        thread.join(60)
+    versions = [round_.version for round_ in server.machine.rounds]
+    (tmp_path / "checkpoint-1.safetensors").unlink()
+    machine = ServerStateMachine(3, job_epoch("gradwire"), ParameterShard())
+    journal = Journal(tmp_path, machine)
+    journal.restore()
+    journal.close(checkpoint=False)
+    assert [round_.version for round_ in machine.rounds] == versions
+
+
 def train_until_it_ends(server: ParameterServer) -> None:
     with contextlib.suppress(SyncError), connect(server, momentum=0.9, compressor="none") as client:
         while True:

@@ -136,13 +136,12 @@ class Checkpoint:
                 else:
                     plain[key] = value
             optimizers.append(plain if tensor in shard.optimizers else None)
-        over = len(machine.finished) == machine.workers  # a server that is started again trains further
         fields = {
             "version": VERSION,
             "journal": number,
             "agreement": machine.config.to_json(),
             "present": sorted(machine.present),
-            "finished": [] if over else sorted(machine.finished),
+            "finished": [] if machine.over else sorted(machine.finished),  # whoever starts it again trains further
             "told": [json.loads(groups) for groups in numbers],
             "rounds": rounds,
             "optimizers": optimizers,

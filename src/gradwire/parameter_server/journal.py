@@ -101,6 +101,8 @@ class Journal:
         """Write the whole state and begin a new journal."""
         assert self._file is not None, "restored first"
         self._note_departed()
+        if self._machine.over:  # no frame says so if workers have batches left
+            self._file.append(*_leave(self._machine.workers, finished=True))
         self._file.sync()  # together with the checkpoint before it, it stands in for the new checkpoint
         number = self._number + 1
         with self._checkpoints.save(number) as digest:
@@ -213,7 +215,9 @@ class Journal:
 
     def _replay(self, at: int, header: Header, body: np.ndarray) -> None:
         try:
-            if header.kind is FrameKind.BYE:
+            if header.kind is FrameKind.BYE and header.sender == self._machine.workers:
+                self._machine.finish()
+            elif header.kind is FrameKind.BYE:
                 self._machine.leave(header.sender, finished=bool(header.count))
             else:
                 self._machine.receive(header.sender, header, body)
@@ -231,5 +235,6 @@ def journal_name(number: int) -> str:
     return f"journal-{number}"
 
 
-def _leave(worker: int, *, finished: bool) -> tuple[Header, np.ndarray]:
-    return Header(FrameKind.BYE, sender=worker, count=finished), np.empty(0, np.uint8)
+def _leave(rank: int, *, finished: bool) -> tuple[Header, np.ndarray]:
+    """The record of a worker that has left, or of the server, with which the job ends."""
+    return Header(FrameKind.BYE, sender=rank, count=finished), np.empty(0, np.uint8)

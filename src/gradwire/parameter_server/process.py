@@ -157,7 +157,7 @@ class ParameterServer(Server):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while len(self.machine.finished) < self.options.workers:
+        while not self.machine.over:
             self._check_stopped()
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=0.5)()
@@ -276,7 +276,7 @@ class ParameterServer(Server):
     def _finish(self) -> None:
         late = sorted(set(range(self.options.workers)) - self.machine.finished)
         self._on_event(f"Enough workers have finished. Workers {late} have batches left.")
-        self.machine.finished.update(late)
+        self.machine.finish()
 
 
 def _num_waiting(round_: Round) -> int:

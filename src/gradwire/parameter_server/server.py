@@ -65,7 +65,7 @@ class ServerStateMachine:
         incarnations: Random numbers of each worker's processes, in the order in which they have joined. All but the
             last are turned away. No clock decides which process is newer.
         initialized: Whether all parameters have values.
-        finished: Workers that have said goodbye.
+        finished: Workers that have said goodbye; all of them when the job has ended.
         rejected: Workers whose connection must be closed, with the reason. Whoever closes it removes the entry.
     """
 
@@ -150,6 +150,15 @@ class ServerStateMachine:
         self._waiting.pop(worker, None)
         # Steps may have waited only for this worker, because it had missed too much.
         return [message for tensor in range(len(self.rounds)) for message in self._close_if_due(tensor)]
+
+    def finish(self) -> None:
+        """End the job, also for workers that have batches left."""
+        self.finished.update(range(self.workers))
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return len(self.finished) == self.workers
 
     def missing(self) -> list[int]:
         """Absent workers, if no step can be closed without them; otherwise empty."""
