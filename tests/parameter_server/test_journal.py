@@ -301,6 +301,24 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(tmp_path, two_gen
     assert numbers(tmp_path, "checkpoint-") == numbers(tmp_path, "journal-") == [3, 4]
 
 
+def test_the_journal_leads_to_a_job_that_trains_further_as_the_last_checkpoint_does(tmp_path, open_job):
+    job = open_job(1 << 30)
+    job.start()
+    job.train(2)
+    for worker in range(2):
+        job.machine.leave(worker, finished=True)
+        job.journal.note_leave(worker, finished=True)
+    job.journal.close(checkpoint=True)
+    (tmp_path / "checkpoint-1.safetensors").unlink()
+    job.open()
+    assert job.machine.finished == set()
+    for worker in job.workers:
+        worker.join()
+    job.settle()
+    job.train(1)
+    assert [round_.version for round_ in job.machine.rounds] == [3, 3]
+
+
 def test_the_first_checkpoint_is_made_up_for_by_the_first_journal(tmp_path, open_job):
     job = open_job(1500)
     job.start()

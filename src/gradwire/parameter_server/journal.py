@@ -184,6 +184,8 @@ class Journal:
             self._file.close()
         self._file = file = RecordFile(self._folder, journal_name(number))
         if number > self._oldest:
+            if self._machine.over:
+                self._machine.finished.clear()  # as in the checkpoint
             digest = self._checkpoints.digest(number) if self._machine.initialized else NOTHING
         if file.follows != digest:
             raise self._unusable(
