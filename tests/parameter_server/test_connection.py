@@ -7,6 +7,7 @@ import queue
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from gradwire.net.reconnecting import ReconnectingEndpoint
 from gradwire.parameter_server.connection import ServerConnection
 from gradwire.parameter_server.session import Groups, TrainingJoin, TrainingWelcome, decode_groups
 from gradwire.wire.frame import FrameKind, Header
+from tests.net.recorder import until
 from tests.net.stranger import Mute
 from tests.parameter_server.harness import make_config
 
@@ -106,6 +108,35 @@ def test_pushes_wait_for_a_welcome_and_go_after_values_and_hyperparameters(
     server.hear(FrameKind.PAYLOAD)
     server.break_connection()
     assert TrainingJoin.from_bytes(server.hear(FrameKind.JOIN)).groups == NEXT
+
+
+def test_a_push_that_meets_a_new_connection_waits_for_its_welcome(
+    server: Server, connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = connection._endpoint
+    send_all = endpoint.send_all
+
+    def reconnect_first(*arguments: Any, **options: Any) -> bool:
+        """The connection is lost when the push has been encoded, and there is another one before it is sent."""
+        monkeypatch.setattr(endpoint, "send_all", send_all)
+        server.break_connection()
+        server.hear(FrameKind.JOIN)
+        until(lambda: endpoint._link(1, None) is not None)
+        return send_all(*arguments, **options)
+
+    server.hear(FrameKind.JOIN)
+    server.welcome()
+    for kind in (FrameKind.MODEL, FrameKind.MODEL, FrameKind.GROUPS):
+        server.hear(kind)
+    until(lambda: connection.slots[1].has_pushed_since(-1))  # the welcome has been taken
+    connection.send_groups(NEXT)
+    monkeypatch.setattr(endpoint, "send_all", reconnect_first)
+    connection.push(connection.slots[0], torch.ones(connection.slots[0].config.shape), 0)
+    server.welcome()
+    server.hear(FrameKind.MODEL)
+    server.hear(FrameKind.MODEL)
+    assert decode_groups(server.hear(FrameKind.GROUPS)) == NEXT
+    server.hear(FrameKind.PAYLOAD)
 
 
 def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

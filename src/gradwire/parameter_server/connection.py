@@ -58,6 +58,7 @@ class ServerConnection(Client):
         self._join = join
         self._join_lock = threading.Lock()
         self._groups_due = False
+        self._welcomed = 0  # number of the last connection with a WELCOME
         self._awaited: Callable[[], bool] | None = None
         self._welcome: TrainingWelcome | None = None
         self._noticed = False
@@ -87,8 +88,8 @@ class ServerConnection(Client):
             return
         with self._locks[slot.tensor]:
             frame = slot.push(grad, step)
-            if frame is not None and self._welcome is not None:
-                self._endpoint.send_all(self._server, *self._due_groups(), frame)
+            if frame is not None:
+                self._send_after_groups(frame)
 
     def send_groups(self, groups: Groups) -> None:
         """Send the hyperparameters of the pushes that follow, together with the next one."""
@@ -169,24 +170,27 @@ class ServerConnection(Client):
             for slot, lock in zip(self.slots, self._locks):
                 with lock:
                     self._endpoint.send(self._server, *slot.first_values(self._values[slot.config.name]))
-        self._groups_due = True
-        self._endpoint.send_all(self._server, *self._due_groups())
-        self._welcome = welcome  # from here on, other threads send too
+        with self._join_lock:
+            self._welcomed = self._endpoint.connection(self._server)  # from here on, other threads send too
+            self._groups_due = True
+        self._send_after_groups()
+        self._welcome = welcome
         for tensor, slot in enumerate(self.slots):
             with self._locks[tensor]:
                 slot.pushed_before(welcome.steps_pushed(tensor))
                 for header, sent in slot.unanswered():
                     if header.round >= welcome.versions[tensor]:
-                        self._endpoint.send_all(self._server, *self._due_groups(), (header, sent))
+                        self._send_after_groups((header, sent))
 
     def _parse_welcome(self, body: bytes) -> TrainingWelcome:
         return TrainingWelcome.from_bytes(body, len(self.slots), self._join.config.staleness)
 
-    def _due_groups(self) -> list[tuple[Header, np.ndarray]]:
-        """The frame of hyperparameters that the server does not have yet, if there are any."""
+    def _send_after_groups(self, *frames: tuple[Header, np.ndarray]) -> None:
+        """Send hyperparameters that the server does not have yet, and frames, on the connection that has a WELCOME."""
         with self._join_lock:
-            due, self._groups_due = self._groups_due, False
-            return [self._frame(FrameKind.GROUPS, encode_groups(self._join.groups))] if due else []
+            groups = [self._frame(FrameKind.GROUPS, encode_groups(self._join.groups))] if self._groups_due else []
+            if self._endpoint.send_all(self._server, *groups, *frames, connection=self._welcomed):
+                self._groups_due = False
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
