@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import build_app
+from gradwire.cli.simulate import ModelOptions
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
+from gradwire.planner.costs import LinkCosts
+from gradwire.simulate import Cluster, SimulatedLink
+from gradwire.simulate.sweep import SweepMethod, sweep
 from tests.simulate.costs import costs, onebit, summed
 
 
@@ -89,6 +94,27 @@ def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     assert isinstance(result.exception, OptionError)
     assert "Pass --rate to describe the links, or leave --latency out" in str(result.exception)
     assert {row["rate_bits"] for row in rows("--costs", str(path), "--latency", "1ms", "--rate", "1gbit")} == {1e9}
+
+
+def test_a_measured_link_of_a_node_has_the_rate_of_all_its_ranks(tmp_path: Path) -> None:
+    # Each of the 4 ranks had a fourth of 10 Gb/s between nodes.
+    between, within = LinkCosts(1e-4, 8 / 2.5e9, 1e-6), LinkCosts(1e-5, 8 / 5e10)
+    measured = replace(costs(10e-6, onebit=onebit()), world_size=8, links=(between,), ranks_per_node=4, within=within)
+    path = tmp_path / "costs.json"
+    path.write_text(measured.to_json())
+    base = ("--model", "lstm", "--costs", str(path), "--ranks", "8", "--compare", "")
+    described = Cluster(
+        8, SimulatedLink(10e9, 1e-4, 1e-6, header_bytes=0), 4, SimulatedLink(5e10, 1e-5, header_bytes=0)
+    )
+    (expected,) = sweep(ModelOptions("lstm").simulated(), [SweepMethod("onebit")], [described], measured)
+    for arguments in (base, (*base, "--per-node", "4")):
+        (found,) = rows(*arguments)
+        assert found["rate_bits"] == pytest.approx(10e9)
+        assert found["step_seconds"] == pytest.approx(expected.step_seconds)
+    for option, value in (("--per-node", "2"), ("--inner-rate", "1gbit"), ("--inner-latency", "1ms")):
+        result = run(*base, option, value)
+        assert isinstance(result.exception, OptionError)
+        assert f"Pass --rate to describe the links, or leave {option} out" in str(result.exception)
 
 
 SERVER = ("--method", "thc", "--compare", "none", "--strategy", "server", "--ranks", "4", "--rate", "100mbit")

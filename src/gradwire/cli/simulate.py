@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gradwire.planner.costs import Costs
-    from gradwire.simulate import Cluster, SimulatedLink, SimulatedModel, SimulatedServer, Straggler
+    from gradwire.simulate import Cluster, SimulatedModel, SimulatedServer, Straggler
     from gradwire.simulate.sweep import SweepMethod, SweepRow
 
 
 DEFAULT_LATENCY = "20us"
+DEFAULT_INNER_RATE, DEFAULT_INNER_LATENCY = "100gbit", "5us"
 
 
 def register(app: typer.Typer) -> None:
@@ -96,9 +97,15 @@ class ClusterOptions:
     latency: Annotated[str | None, typer.Option(help="One-way latency of each link. Default: --costs', or 20us.")] = (
         None
     )
-    per_node: Annotated[int, typer.Option(help="Ranks of a node, which share its link.")] = 1
-    inner_rate: Annotated[str, typer.Option(help="Rate between the ranks of a node.")] = "100gbit"
-    inner_latency: Annotated[str, typer.Option(help="One-way latency between the ranks of a node.")] = "5us"
+    per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node, which share its link. Default: --costs', or 1.")
+    ] = None
+    inner_rate: Annotated[
+        str | None, typer.Option(help="Rate between the ranks of a node. Default: --costs', or 100gbit.")
+    ] = None
+    inner_latency: Annotated[
+        str | None, typer.Option(help="One-way latency between the ranks of a node. Default: --costs', or 5us.")
+    ] = None
     straggler: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,30 +115,45 @@ class ClusterOptions:
     ] = None
     cores: Annotated[int | None, typer.Option(help="Cores that all ranks share, as in the lab.")] = None
 
-    def clusters(self, server: SimulatedServer | None, link: SimulatedLink | None = None) -> list[Cluster]:
-        """The clusters of all numbers of ranks and rates, or with a measured link if no rate is given.
+    def clusters(self, server: SimulatedServer | None, costs: Costs | None = None) -> list[Cluster]:
+        """The clusters of all numbers of ranks and rates, or with the costs' measured links if no rate is given.
 
         Raises:
-            OptionError: A value does not fit, or a latency was given for a measured link.
+            OptionError: A value does not fit, or describes links that were measured.
         """
         from gradwire.lab.units import parse_rate
         from gradwire.simulate import Cluster, SimulatedLink
 
-        latency = seconds(DEFAULT_LATENCY if self.latency is None else self.latency)
+        per_node = 1 if self.per_node is None else self.per_node
+        latency = seconds(self.latency or DEFAULT_LATENCY)
         links = [SimulatedLink(parse_rate(text), latency) for text in split(self.rate or "10gbit")]
-        if link is not None and self.rate is None:
-            if self.latency is not None:
-                raise OptionError(
-                    f"The costs have measured links with a latency of their own, so --latency {self.latency} cannot "
-                    "apply. Pass --rate to describe the links, or leave --latency out."
-                )
-            links = [link]
-        inner = SimulatedLink(parse_rate(self.inner_rate), seconds(self.inner_latency))
+        inner = SimulatedLink(
+            parse_rate(self.inner_rate or DEFAULT_INNER_RATE), seconds(self.inner_latency or DEFAULT_INNER_LATENCY)
+        )
+        if costs is not None and costs.slowest.seconds_per_byte and self.rate is None:
+            self._expect_no_other(costs)
+            per_node = costs.ranks_per_node
+            links = [SimulatedLink.measured(costs.slowest, per_node)]
+            inner = inner if costs.within is None else SimulatedLink.measured(costs.within)
         stragglers = dict(_straggler(text) for text in self.straggler or [])
         return [
-            Cluster(count, each, self.per_node, inner, stragglers, self.cores, server=server)
+            Cluster(count, each, per_node, inner, stragglers, self.cores, server=server)
             for count, each in itertools.product(sorted(_whole_numbers(self.ranks)), links)
         ]
+
+    def _expect_no_other(self, costs: Costs) -> None:
+        """Check that no option contradicts measured links."""
+        per_node = None if self.per_node == costs.ranks_per_node else self.per_node
+        options = {
+            "--latency": self.latency, "--per-node": per_node,
+            "--inner-rate": self.inner_rate, "--inner-latency": self.inner_latency,
+        }  # fmt: skip
+        for name, value in options.items():
+            if value is not None:
+                raise OptionError(
+                    f"The costs have measured links of their own, with {costs.ranks_per_node} to a node, so {name} "
+                    f"{value} cannot apply. Pass --rate to describe the links, or leave {name} out."
+                )
 
 
 @dataclass(frozen=True)
@@ -220,7 +242,7 @@ def simulate(
 
     Example: gradwire simulate --model vgg19 --method onebit --ranks 4,16,64,256 --rate 10gbit,100gbit --plot out.png
     """
-    from gradwire.simulate import SimulatedLink, step
+    from gradwire.simulate import step
     from gradwire.simulate.sweep import write_csv
 
     if output.plot is not None:
@@ -234,10 +256,9 @@ def simulate(
     main, *others = methods.parsed()
     parsed = list(dict.fromkeys([*others, main]))
     aggregator = server.simulated(parsed, cluster.latency)
-    clusters = cluster.clusters(aggregator)
+    cluster.clusters(aggregator)
     costs = costs_of(simulation.costs, [each.canonical for each in parsed], simulation.measure)
-    if costs.slowest.seconds_per_byte:
-        clusters = cluster.clusters(aggregator, SimulatedLink.measured(costs.slowest))
+    clusters = cluster.clusters(aggregator, costs)
     rows = _run(chosen, parsed, clusters, costs, simulation.fold)
     if output.csv is not None:
         write_csv(rows, output.csv)

@@ -64,9 +64,9 @@ class SimulatedLink:
             )
 
     @classmethod
-    def measured(cls, link: LinkCosts) -> SimulatedLink:
-        """A link whose goodput was measured from end to end."""
-        rate = 8 / link.seconds_per_byte if link.seconds_per_byte else None
+    def measured(cls, link: LinkCosts, ranks: int = 1) -> SimulatedLink:
+        """A link whose goodput was measured from end to end, for each of the ranks that share it."""
+        rate = 8 * ranks / link.seconds_per_byte if link.seconds_per_byte else None
         return cls(rate, link.latency, link.per_message, header_bytes=0)
 
     @property
