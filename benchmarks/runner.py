@@ -31,7 +31,7 @@ import typer
 from benchmarks.catalog import Benchmark
 from benchmarks.keys import Row, key_of, merged
 from gradwire.bench.extras import need
-from gradwire.bench.records import check_record, read_figures, write_figures
+from gradwire.bench.records import WHERE, check_record, read_figures, write_figures
 
 Csv = Annotated[Path | None, typer.Option(help="File for the figures. Default: the record, or none for a trial.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the plots.")]
@@ -109,10 +109,14 @@ def execute(
 
 
 def record(name: str, rows: Iterable[Row | list[Row]], path: Path, key: Sequence[str] = ()) -> bool:
-    """Write rows to a file, each part as soon as it is there; returns whether there were any."""
+    """Write rows to a file, each part as soon as it is there; returns whether there were any.
+
+    Earlier rows of other parts stay as they are, also where nobody knows their commit.
+    """
     written = False
     for found in parts(rows, key):
-        write_figures(name, merged(read_figures(path), found, key) if key and path.exists() else found, path)
+        old = [dict.fromkeys(WHERE) | row for row in read_figures(path)] if key and path.exists() else []
+        write_figures(name, merged(old, found, key), path)
         written = True
     return written
 

@@ -15,7 +15,7 @@ from benchmarks.keys import merged
 from typer.testing import CliRunner
 
 from benchmarks import runner
-from gradwire.bench.records import read_figures
+from gradwire.bench.records import WHERE, read_figures
 
 Data = Annotated[Path, typer.Option()]
 MEASURED: list[str] = []
@@ -63,6 +63,16 @@ def test_a_part_is_measured_once_and_the_others_are_added(command):
     assert "a 3, b 3, c 3" in call("--methods", "b", "--again")
     assert MEASURED == ["a", "b", "c", "b"]
     assert all(row["mine"] == 0.5 and row["commit"] and row["date"] for row in read_figures(record))
+
+
+def test_earlier_rows_without_a_commit_get_none(command):
+    call, record = command
+    record.parent.mkdir(parents=True)
+    record.write_text("method,value\na,1\nb,2\n")
+    assert "a 3, b 2" in call("--methods", "a", "--again")
+    new, old = read_figures(record)
+    assert new["commit"] and new["device"]
+    assert {old[name] for name in WHERE} == {None}
 
 
 def test_another_setting_is_a_trial_and_no_record(command):
