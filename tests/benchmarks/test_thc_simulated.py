@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from benchmarks.papers.thc import simulated
 
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, models, step
 
 pytestmark = pytest.mark.ci
 
@@ -50,6 +52,14 @@ def test_bounds_are_bounds(rows):
         assert seconds["thc, in the switch, all free"] <= free * 1.001 <= seconds["thc, XDP on bridge"] * 1.002
         assert seconds["thc, Python, link W times"] <= seconds["thc, Python"] * 1.001
         assert min(seconds.values()) >= found[0]["compute_seconds"]
+
+
+def test_ddp_has_the_buckets_of_the_other_methods():
+    model = SimulatedModel.of(models.get("resnet50"), Compute(0.05, 0.1), simulated.BUCKET_BYTES)
+    cluster = Cluster(4, SimulatedLink(1e9))
+    native = simulated.ddp(model, cluster, torch.float32)
+    ours = step(model, "none", cluster, known())
+    assert {job.ready_seconds for job in native.jobs} == {job.ready_seconds for job in ours.jobs}
 
 
 def test_rows_are_shown_and_drawn_as_simulated(rows, tmp_path):

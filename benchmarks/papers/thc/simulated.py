@@ -7,8 +7,9 @@ copies (`benchmarks.micro.xdp_packets`). Assumed: links, their latency, and the 
 multiply-adds over the speed of a GPU in `STUDIES`. A rank is a machine, whose GPUs have already added up their
 gradients. Copies between GPU and host are left out, and codecs and engine have one core each.
 
-DDP is a ring over buckets of 25 MiB that costs nothing except wire, latency and headers, so no real one is faster.
-gradwire's methods get the same buckets. Where a label says "free", these costs are zero: a bound, and not gradwire.
+DDP is a ring over buckets of 25 MiB, the first of 1 MiB, that costs nothing except wire, latency and headers, so no
+real one is faster. gradwire's methods get the same buckets. Where a label says "free", these costs are zero: a bound,
+and not gradwire.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import typer
 
 from benchmarks.micro import aggregation_server, xdp_packets
 from benchmarks.options import choose
+from benchmarks.planning.auto_simulated import BUCKET_BYTES, buckets_of
 from benchmarks.plotting import COLORS, DENSE, figure, legend_below, plain_numbers
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.simulate import (
@@ -43,7 +45,7 @@ from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
 
 KEY, CHOICES = ("figure", "model"), ("figures", "chosen_models")
-BUCKET_BYTES, LATENCY_SECONDS = 25 * 2**20, 20e-6
+LATENCY_SECONDS = 20e-6
 THC = "thc:granularity=30"  # the paper's, for up to eight workers
 RIVALS = ("topk:ratio=0.1", "dgc:ratio=0.1", "terngrad")
 SIZE = 1 << 22  # elements of the tensor whose packets are measured
@@ -165,12 +167,12 @@ def compute_of(name: str, study: Study) -> Compute:
 
 def ddp(model: SimulatedModel, cluster: Cluster, dtype: torch.dtype) -> StepResult:
     """DDP's all-reduce of buckets, in float32 or by its fp16 hook."""
-    buckets, held = [], 0
-    for index, grad in enumerate(model.gradients, 1):
-        held += grad.spec.numel
-        if 4 * held >= BUCKET_BYTES or index == len(model.gradients):
-            buckets.append(SimulatedGradient(f"bucket{index}", (held, 1), grad.ready_seconds, dtype))
-            held = 0
+    buckets = [
+        SimulatedGradient(
+            f"bucket{index}", (sum(each.spec.numel for each in bucket), 1), bucket[-1].ready_seconds, dtype
+        )
+        for index, bucket in enumerate(buckets_of(model.gradients))
+    ]
     plan = Plan("none", strategy="ring", min_elements=0)
     return step(replace(model, gradients=buckets, bucket_bytes=None), plan, cluster, DDP)
 
