@@ -1,12 +1,13 @@
 """CIFAR-10 from JPEG files, and a small ResNet of the family that the papers train on it.
 
 The data is a folder, or a tar of it, with `train` and `test`, each of which has one folder of images per class. Images
-are decoded once, and the arrays are kept in another folder. Source of the data: Krizhevsky, "Learning multiple layers
-of features from tiny images", 2009.
+are decoded once, and the arrays are kept in another folder until the data changes. Source of the data: Krizhevsky,
+"Learning multiple layers of features from tiny images", 2009.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 import tempfile
@@ -29,9 +30,13 @@ def load(data: Path, split: str, kept: Path | None = None) -> Split:
     Args:
         data: Folder or tar file.
         split: ``"train"`` or ``"test"``.
-        kept: Folder for the decoded arrays. Default: one in the folder for temporary files.
+        kept: Folder for the decoded arrays. Default: one for this data in the folder for temporary files.
+
+    Raises:
+        FileNotFoundError: There is no such folder or file.
     """
-    kept = kept or Path(tempfile.gettempdir()) / "gradwire-cifar10"
+    state = f"{data.resolve()} {data.stat().st_mtime_ns}"
+    kept = kept or Path(tempfile.gettempdir()) / f"gradwire-cifar10-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     images, labels = kept / f"{split}-images.npy", kept / f"{split}-labels.npy"
     if not labels.exists():
         kept.mkdir(parents=True, exist_ok=True)
