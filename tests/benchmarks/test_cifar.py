@@ -1,11 +1,15 @@
-"""CIFAR-10 as images, decoded once for each folder."""
+"""CIFAR-10 as images: decoded once for each folder, and a training of another length that leaves the record alone."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.catalog import BENCHMARKS
 from benchmarks.data import cifar
+from typer.testing import CliRunner
+
+from benchmarks import runner
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -34,3 +38,10 @@ def test_each_folder_has_its_own_arrays(folder):
         torch.testing.assert_close(labels, torch.tensor([0]))
     with pytest.raises(FileNotFoundError):
         cifar.load(dark / "nothing", "train")
+
+
+def test_a_training_of_another_length_leaves_the_record_alone(folder):
+    call = runner.command(BENCHMARKS["threelc-epochs"])
+    data = str(folder("dark", 10))
+    shown = CliRunner().invoke(call, ["--data", data, "--minutes", "0", "--epochs", "5"], catch_exceptions=False)
+    assert "accuracy" not in shown.output, "the table of the record"
