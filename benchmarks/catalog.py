@@ -63,7 +63,7 @@ _MANY = "ddp-fp32,ddp-fp16,none,threelc,onebit,topk,int8,qsgd,natural,tbq,random
 _TRAINING = (
     Benchmark(
         "demo", "What do a few methods gain in a real training at 100 Mb/s?",
-        stands_for="gradwire demo --full",
+        stands_for=f"gradwire demo --full --csv {RESULTS}/demo.csv",
     ),
     _gradwire(
         "replay-text", "What is a step worth when cores do not limit it?",

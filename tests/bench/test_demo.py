@@ -41,10 +41,11 @@ def test_auto_trains_and_is_timed_with_one_decision() -> None:
 @pytest.mark.ci
 def test_the_demo_prints_its_table_and_what_its_curves_cannot_show(tmp_path: Path) -> None:
     line = ["demo", "--hosts", "2", "--steps", "4", "--workload", "digits", "--loopback", "--out", str(tmp_path)]
-    answer = CliRunner().invoke(build_app(), line)
+    answer = CliRunner().invoke(build_app(), [*line, "--csv", str(tmp_path / "figures.csv")])
     assert answer.exit_code == 0, answer.output
     assert "4 steps are the beginning of a training" in answer.stdout
     assert [entry["method"] for entry in json.loads((tmp_path / "results.json").read_text())["results"]] == list(
         demo.SHORT.methods
     )
+    assert (tmp_path / "figures.csv").read_text() == (tmp_path / "results.csv").read_text()
     assert "auto at 100 Mb/s" in (tmp_path / "index.html").read_text()

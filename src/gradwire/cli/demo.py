@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gradwire.cli.files import out_folder
+from gradwire.cli.files import out_file, out_folder
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +26,7 @@ def demo(
     methods: Annotated[str | None, typer.Option(help="Methods, such as ddp-fp32,threelc,topk:ratio=0.01.")] = None,
     full: Annotated[bool, typer.Option("--full", help="More methods, with a larger model.")] = False,
     out: Annotated[Path, out_folder(help="Folder of the report.")] = Path("gradwire-report"),
+    csv: Annotated[Path | None, out_file(help="File of the figures. Default: results.csv in the report.")] = None,
     workload: Annotated[
         str | None, typer.Option(help="Model and data: small, text (with --full), or digits (tiny).")
     ] = None,
@@ -44,9 +45,12 @@ def demo(
 
     need("matplotlib", "jinja2", extra="cli,report", purpose="the demo's report")
     from gradwire.bench.demo import FULL, SHORT
+    from gradwire.bench.records import check_record, write_csv
     from gradwire.bench.report import write_report
     from gradwire.cli.bench import run_with_bars, show, split_methods
 
+    if csv is not None:
+        check_record(csv)
     chosen = FULL if full else SHORT
     options = replace(
         chosen,
@@ -59,6 +63,8 @@ def demo(
     )
     result = run_with_bars(options)
     path = write_report(result, out)
+    if csv is not None:
+        write_csv(result, csv)
     if as_json:
         typer.echo(json.dumps(result.as_dict() | {"report": str(path.resolve())}, indent=2))
     else:
