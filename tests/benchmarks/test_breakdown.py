@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.papers.hipress import breakdown, stages
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire as gw
-from gradwire.bench.job import Progress, SegmentOutcome, TimedSteps
+from gradwire.bench.job import BenchmarkJob, Progress, Segment, SegmentOutcome, TimedSteps
 from gradwire.bench.methods import DDP_FP32, SILENT
+from gradwire.bench.rank import Rank
 from gradwire.core.spec import TensorSpec
 
 SECONDS = {SILENT: 0.1, "torch": 0.5, "generated": 0.4, "pipelined": 0.3, "bulk": 0.2, "planned": 0.1}
@@ -39,6 +42,23 @@ def test_figures_name_the_workload(table):
     steps = [row["value"] for row in rows if row["metric"] == "step"]
     assert steps == [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
     assert {row["workload"] for row in rows} == {"deep"}
+
+
+def test_stages_are_warmed_up_as_ddp_is():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    steps = []
+    hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    try:
+        run, counts = (Segment(DDP_FP32, rates=()), Segment("bulk", rates=())), []
+        run_segment = stages.runner(Rank(BenchmarkJob("digits", run, folder="", replay=True)))
+        for index in range(2):
+            steps.clear()
+            run_segment(index)
+            counts.append(len(steps))
+    finally:
+        hook.remove()
+        dist.destroy_process_group()
+    assert counts[0] == counts[1] > 1
 
 
 def test_a_timed_step_is_no_plan():

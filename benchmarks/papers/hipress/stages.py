@@ -213,7 +213,7 @@ def _run(rank: Rank, index: int, recording: Recording, how: How) -> SegmentOutco
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     staged = Staged(how, ddp, optimizer, rank)
     replay, timed = Replay(rank, segment, ddp, optimizer, staged), []
-    replay.step()
+    replay.warm_up()
 
     def replan() -> None:
         table = make_plan(staged, recording, rank)
