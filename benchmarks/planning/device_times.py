@@ -39,14 +39,20 @@ def run(
 ) -> Iterator[Row]:
     """Parts, then compressors."""
     fixed = {"device": torch.cuda.get_device_name(), "dtype": "float32", "ranks": 1, "rate": "none"}
-    parts = {**_parts(), **_rates(seconds)}
-    for name, value in parts.items():
-        unit = "B/s" if name in RATES else "s"
-        yield {**fixed, "method": "gpu", "metric": name, "value": value, "unit": unit, "source": "measured"}
-    for method in choose(methods, names()):
+    parts, chosen = {**_parts(), **_rates(seconds)}, choose(methods, names())
+    yield from ({**fixed, **row} for row in part_rows(parts, chosen))
+    for method in chosen:
         for size in SIZES:
             for row in _codec(method, size, parts, seconds):
                 yield {**fixed, "method": method, "size": size, "unit": "s", **row}
+
+
+def part_rows(parts: dict[str, float], chosen: Sequence[str]) -> Iterator[Row]:
+    """Rows of the parts; none in a run of some compressors, since those of the record belong to the others' times."""
+    if set(chosen) == set(names()):
+        for name, value in parts.items():
+            unit = "B/s" if name in RATES else "s"
+            yield {"method": "gpu", "metric": name, "value": value, "unit": unit, "source": "measured"}
 
 
 def _parts() -> dict[str, float]:
