@@ -18,6 +18,7 @@ from gradwire.simulate import (
     models,
     step,
 )
+from gradwire.simulate.sweep import SweepMethod, sweep
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from tests.simulate.costs import costs, model, onebit
@@ -166,6 +167,15 @@ def test_hierarchical_sends_compressed_between_nodes_and_dense_within(per_node):
     assert result.sent_bytes == pytest.approx(within + between)
     flat = step(model(ELEMENTS), Plan("none", strategy="scatter_reduce"), nodes, costs())
     assert result.seconds < 0.7 * flat.seconds
+
+
+def test_an_ideal_step_has_time_for_the_links_within_nodes():
+    nodes = cluster(8, ranks_per_node=4, inner=SimulatedLink(RATE / 10, header_bytes=0))
+    (row,) = sweep(model(ELEMENTS), [SweepMethod("none", "hierarchical")], [nodes], costs())
+    # Of each of 8 chunks, a rank sends its gradient to the owner on its node, or as the owner the mean to 3 others.
+    within = 2 * 3 * 2 * NBYTES / 8
+    assert row.ideal_seconds == pytest.approx(within * 10 * SECONDS_A_BYTE)
+    assert row.ideal_seconds <= row.step_seconds
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e10])

@@ -68,7 +68,7 @@ class Assembled(NamedTuple):
         tasks: Tasks of all graphs.
         num_processors: Processors: the engine of each rank, then the transport thread of each. The server is a rank
             more: it receives on the first and sends on the second.
-        num_channels: Channels: both directions of each link.
+        num_channels: Channels: both directions of each node's link, then of each end's link within its node.
         num_groups: Groups of messages.
         works: Distinct work of each job.
         work: Index into the works of the task's job (N).
@@ -97,6 +97,10 @@ class Assembled(NamedTuple):
     def num_ends(self) -> int:
         """Simulated ranks, and the server if there is one."""
         return self.num_processors // 2
+
+    def inner_channel(self, index: int) -> int:
+        """The sending direction of an end's link within its node. The other direction follows."""
+        return self.num_channels - 2 * (self.num_ends - index)
 
 
 class _JobGraphs(NamedTuple):

@@ -46,6 +46,7 @@ class RankUse:
         processor: Share of the step in which its processor encodes, merges, decodes or runs the engine.
         egress, ingress: Shares of the step in which its link (or its node's) sends and receives.
         sent_bytes: Bytes of frames that it sends: the mean over the ranks that it stands for.
+        inner: Share of the step in which its link within the node is busy, in the busier direction.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankUse:
     egress: float
     ingress: float
     sent_bytes: float
+    inner: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def _use(index: int, cluster: Cluster, fold: Fold, assembled: Assembled, trail: 
     seconds = spans[-1][2]
     per_second = 1 / seconds if seconds else 0.0
     link = 2 * (index // cluster.ranks_per_node)
+    inner = assembled.inner_channel(index)
     return RankUse(
         fold.ranks[index],
         fold.stands_for[index],
@@ -289,4 +292,5 @@ def _use(index: int, cluster: Cluster, fold: Fold, assembled: Assembled, trail: 
         egress=float(trail.channel_busy[link]) * per_second,
         ingress=float(trail.channel_busy[link + 1]) * per_second,
         sent_bytes=float(assembled.sent_bytes[index]),
+        inner=float(trail.channel_busy[inner : inner + 2].max()) * per_second,
     )

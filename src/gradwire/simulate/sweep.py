@@ -74,8 +74,8 @@ class SweepRow:
         rate_bits: Rate of the link in bits per second; None for a link that takes no time.
         step_seconds: Time of the step.
         compute_seconds: Time of the step without communication.
-        ideal_seconds: The larger of `compute_seconds` and the time that the busiest link needs for its bytes, the
-            server's included.
+        ideal_seconds: The larger of `compute_seconds` and the time that the busiest link needs for its bytes, those
+            within nodes and the server's included.
         efficiency: `compute_seconds` over `step_seconds`.
         sent_bytes: Bytes of frames that a rank sends.
         split: The longest chain of waiting by cause, as in `StepResult.split`.
@@ -138,7 +138,7 @@ def sweep(
 def _row(model: SimulatedModel, method: SweepMethod, cluster: Cluster, costs: Costs, fold: bool | None) -> SweepRow:
     result = step(model, method.plan(), cluster, costs, fold=fold)
     ends = [*result.ranks, *([result.server] if result.server else [])]
-    busiest = max(max(use.egress, use.ingress) * use.seconds for use in ends)
+    busiest = max(max(use.egress, use.ingress, use.inner) * use.seconds for use in ends)
     return SweepRow(
         model.name,
         method.spec,
