@@ -10,6 +10,8 @@ from gradwire.core.spec import TensorSpec
 from gradwire.planner.costs import LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.simulate.jobs import jobs_of
+from gradwire.sync.fusion import DenseGroup
+from gradwire.sync.job import TensorLayout
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice
@@ -110,6 +112,18 @@ def test_dense_tensors_of_a_bucket_travel_together():
         ("layer2.bias and 1 more", 4.0),
         ("layer4.bias", 5.0),
     ]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("ring", [0, 0, 0]), ("scatter_reduce", [0, 2, 4])])
+def test_dense_tensors_of_a_bucket_begin_where_the_synchronizers_do(strategy, expected):
+    entry, tensors = PlanEntry(make("none"), strategy, None, "none", batched=True), vectors(*[1000] * 5)
+    plan = Plan.of_entries({each.name: entry for each in tensors})
+    jobs = jobs_of(SimulatedModel(tensors, bucket_bytes=8000), plan, cluster(4), KNOWN)
+    layouts = [
+        TensorLayout(each.name, index, entry, torch.float32, 1000, rotation=index) for index, each in enumerate(tensors)
+    ]
+    groups = [DenseGroup.of(layouts[first : first + 2]) for first in (0, 2, 4)]
+    assert [job.rotation for job in jobs] == [group.layout.rotation for group in groups] == expected
 
 
 def test_a_cast_batch_and_tensors_compressed_by_the_same_cast_travel_apart():

@@ -57,7 +57,8 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         dtype = first.gradient.dtype
         served = ServedPrices(entry.compressor, dtype, cluster) if entry.strategy == SERVER else None
         prices = PriceList(entry.compressor, costs, dtype, fused=bool(members), served=served)
-        jobs.append(SimulatedJob(name, shape, entry, ready, first.rotation, prices, members))
+        rotation = 0 if entry.batched and entry.strategy == "ring" else first.rotation  # as `DenseGroup.of`
+        jobs.append(SimulatedJob(name, shape, entry, ready, rotation, prices, members))
 
     for bucket in _buckets(entries, model.bucket_bytes):
         ready = model.compute.forward_seconds + bucket[-1].gradient.ready_seconds
