@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gradwire.cli.app import build_app
-from gradwire.cli.simulate import ModelOptions
+from gradwire.cli.simulate import ModelOptions, SimulatedServerOptions
 from gradwire.core.errors import GradwireError, OptionError, UnknownNameError
 from gradwire.planner.costs import LinkCosts
-from gradwire.simulate import Cluster, SimulatedLink
+from gradwire.simulate import Cluster, SimulatedLink, SimulatedServer
 from gradwire.simulate.sweep import SweepMethod, sweep
 from tests.simulate.costs import costs, onebit, summed
 
@@ -129,6 +129,17 @@ def test_a_server_in_the_switch_is_faster_than_one_with_a_link_like_others(serve
     table = run("--model", "resnet50", "--costs", served, *SERVER, "--server", "python")
     assert table.exit_code == 0 and "server" in table.output
     assert "…" not in table.output, "no column is cut off"
+
+
+def test_a_server_with_multicast_has_the_costs_of_datagrams() -> None:
+    def made(**options: object) -> SimulatedServer:
+        found = SimulatedServerOptions(**options).simulated([SweepMethod("thc", "server")], None)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    tcp, multicast, xdp = made(), made(multicast=True), made(server="xdp")
+    assert multicast.rank_packet == xdp.rank_packet != tcp.rank_packet
+    assert multicast.packet == multicast.statistics_packet == xdp.statistics_packet != tcp.packet
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ class SimulatedServerOptions:
         """
         from gradwire.lab.units import parse_rate
         from gradwire.simulate import SimulatedLink, SimulatedServer
-        from gradwire.simulate.cluster import ETHERNET_MTU
         from gradwire.simulate.served import SERVER
 
         if not any(method.strategy == SERVER for method in methods):
@@ -198,7 +197,7 @@ class SimulatedServerOptions:
             link = SimulatedLink(parse_rate(self.server_rate), seconds(DEFAULT_LATENCY if latency is None else latency))
         if self.server == "xdp":
             return SimulatedServer.xdp(link, multicast=self.multicast)
-        return SimulatedServer(link, self.multicast, mtu=ETHERNET_MTU if self.multicast else 0)
+        return SimulatedServer.datagrams(link, multicast=True) if self.multicast else SimulatedServer(link)
 
 
 @dataclass(frozen=True)
