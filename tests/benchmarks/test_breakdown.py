@@ -44,6 +44,7 @@ def test_figures_name_the_workload(table):
     assert {row["workload"] for row in rows} == {"deep"}
 
 
+@pytest.mark.ci
 def test_stages_are_warmed_up_as_ddp_is():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     steps = []
