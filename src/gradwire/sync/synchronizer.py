@@ -75,7 +75,7 @@ class Synchronizer(Peers):
         UnknownNameError, OptionTypeError: See `Plan`.
         OptionError: A compressor of the plan needs `aux`, or a strategy needs a server, and there is none. Or
             `transport` is given with `time_slots`.
-        DisagreementError: Ranks differ in plan, seed, nodes, time slots, world size or `settings`. Raised on every rank.
+        DisagreementError: Ranks differ in plan, seed, nodes, time slots, world size or `settings`. Raised on each.
         PeerTimeoutError: A rank did not come within `timeout`.
     """
 
