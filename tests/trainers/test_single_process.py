@@ -71,12 +71,13 @@ def test_one_process_would_train_without_momentum_if_a_plan_corrected_it() -> No
 
 
 def test_what_two_ranks_have_held_goes_through_one_process() -> None:
-    states = []
+    states: list[dict[str, object]] = []
+    of_handles = {"loss_scale": 65536.0, "clipped": True, "common": False, "rates": [{0: 0.5}]}
     for rank in range(2):
         residuals = Residuals()
         residuals.add(ResidualKey("weight", ElementRange(0, 8)), torch.full((8,), rank + 1.0).numpy())
         own = {"version": 2, "step": 9, "seed": 0, "rank": rank, "world_size": 2}
-        states.append({**own, "residuals": residuals.state_dict()})
+        states.append({**own, **of_handles, "residuals": residuals.state_dict()})
     handle = alone()
     assert isinstance(handle, SingleProcessHandle)
     handle.load_state_dict({"version": 1, "states": states})
@@ -85,3 +86,5 @@ def test_what_two_ranks_have_held_goes_through_one_process() -> None:
     assert isinstance(sums, torch.Tensor)
     assert sums.tolist() == [3.0] * 8
     assert [state["step"] for state in again] == [9, 9]
+    for state in again:
+        assert {key: state[key] for key in of_handles} == of_handles, "what the handles of several ranks need"

@@ -1,8 +1,8 @@
 """Attaching where there may be one process only, so that a script needs no condition.
 
 Where there are several, `attach` is `gradwire.attach`. A job of one process sends no gradients: its handle has the same
-calls for users and does nothing. It does keep the residuals of a checkpoint that several ranks have saved, and saves
-them again, so that they are not lost when the job goes on with several ranks.
+calls for users and does nothing. It does keep what a checkpoint of several ranks holds, such as residuals and their
+loss scale, and saves it again, so that nothing is lost when the job goes on with several ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class SingleProcessHandle(ObservedHandle):
         tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in trained}
         info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
         super().__init__(Synchronizer(info, "none", tensors=tensors))
+        self._loaded: Mapping[str, Any] = {}  # with the entries of several ranks' handles
 
     def __repr__(self) -> str:
         return "<gradwire.trainers handle of a single process: nothing is compressed>"
@@ -58,7 +59,7 @@ class SingleProcessHandle(ObservedHandle):
         return ScalarLog(lambda scalars, step: None, every, self.scalars, ())
 
     def state_dict(self) -> dict[str, Any]:
-        return self.synchronizer.state_dict()
+        return {**self._loaded, **self.synchronizer.state_dict()}
 
     def gather_state_dict(self, *, rank0_only: bool = False) -> Document:
         return {"version": GATHERED_VERSION, "states": [self.state_dict()]}
@@ -68,7 +69,10 @@ class SingleProcessHandle(ObservedHandle):
         return GatheredStateful(self.gather_state_dict, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        self.synchronizer.load_state_dict(states_of(state))
+        state = states_of(state)
+        self.synchronizer.load_state_dict(state)
+        first = state if isinstance(state, Mapping) else state[0]
+        self._loaded = {key: value for key, value in first.items() if key != "residuals"}
 
     def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
         return SynchronizedReplicas(0, (0.0,))
