@@ -398,3 +398,25 @@ def test_a_second_pass_goes_on_with_the_residuals_of_the_optimizer_that_is_not_p
     produced = sum(grads_of(rank, number)["good"].double() / 2 for number in range(3) for rank in range(2))
     held = sum(torch.from_numpy(np.resize(held, 4200)).view(60, 70) for _, held in found)
     assert torch.allclose(found[0][0] + held, produced, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_step_is_counted_once_however_many_optimizers_roll_it_back(commits: bool) -> None:
+    """A finite step whose gradients the user throws away is not counted."""
+    owned = ["first"], ["second"]
+
+    def run(one: Synchronizer) -> int:
+        for step in range(3):
+            one.begin_step(owned)
+            value = torch.inf if step == 1 and one.rank == 1 else 1.0
+            one.submit([GradientSlice(name, torch.full((9,), value)) for (name,) in owned])
+            if step == 2:
+                one.rollback()
+            elif commits:
+                for names in owned:
+                    one.commit(names)
+        one.begin_step(owned)
+        return one.report().rollbacks
+
+    with ranks(2, Plan("threelc", min_elements=0)) as group:
+        assert group.each(run) == [1, 1]

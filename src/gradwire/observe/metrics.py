@@ -124,6 +124,7 @@ class Metrics:
         self._row_of: dict[str, str] = {}  # by parameter name: the last row that it was part of
         self._wait_seconds = 0.0
         self._rollbacks = 0
+        self._rolled_back = -1  # the last of these steps; each optimizer's tensors have an event of their own
         self._lock = threading.Lock()
         self.close = events.listen(self._on_event)
 
@@ -145,7 +146,9 @@ class Metrics:
         if not event.tensor:
             with self._lock:
                 self._wait_seconds += event.duration if event.kind == "wait" else 0.0
-                self._rollbacks += event.kind == "rollback"
+                if event.kind == "rollback" and not event.detail["finite"]:
+                    self._rollbacks += event.detail["num_steps"] != self._rolled_back
+                    self._rolled_back = event.detail["num_steps"]
             return
         with self._lock:
             if event.kind == "submit":

@@ -356,8 +356,9 @@ class Synchronizer(Peers):
         self.residuals.rollback(names)
         if self._watch is not None:
             self._watch.discard()
+        detail = {"step": self.step, "num_steps": self._num_steps, "finite": not self._has_nonfinite(names)}
         self._nonfinite -= self._nonfinite if names is None else set(names)
-        self.events.emit(Event("rollback", time.monotonic(), detail={"step": self.step}))
+        self.events.emit(Event("rollback", time.monotonic(), detail=detail))
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals by `factor`, because the loss scale of the gradients has changed by it."""
