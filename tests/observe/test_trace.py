@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -126,6 +127,20 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
         held = sum(len(value) for value in vars(trace).values() if isinstance(value, (dict, list)))
     assert held < 10
     assert len(load(trace.path)) > 5000
+
+
+@pytest.mark.parametrize("num_events", [1, 5000])
+def test_a_full_disk_ends_a_trace_with_one_warning(
+    num_events: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "t.rank0.json").symlink_to("/dev/full")
+    stream = EventStream()
+    with caplog.at_level(logging.WARNING, "gradwire"), Trace(stream, tmp_path / "t.json", 0, 2) as trace:
+        for number in range(num_events):
+            stream.emit(Event("send", float(number), 0.5, "w", number, 10, 1))
+    trace.close()
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage() and str(trace.path) in record.getMessage()
 
 
 def test_one_file_per_rank() -> None:

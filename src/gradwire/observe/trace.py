@@ -11,20 +11,25 @@ process with these rows:
 - ``tensor NAME``: from submission to the mean.
 
 Guarantees: events of a row never overlap. Memory does not grow, because events are written as they come. A file of a
-killed process still loads, except for its last lines. A trace does not show when bytes left the host.
+killed process still loads, except for its last lines. A file that cannot be written ends its trace with a warning. A
+trace does not show when bytes left the host.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gradwire.core.events import Event, EventStream
 
+logger = logging.getLogger("gradwire")
 _BUFFER_BYTES = 1 << 16
 _CODEC = ("encode", "merge", "decode")
 
@@ -59,7 +64,7 @@ class Trace:
     def close(self) -> None:
         """End the trace and complete its file. Idempotent."""
         self._stop()
-        with self._lock:
+        with self._writing():
             if not self._file.closed:
                 self._file.write("\n]\n")
                 self._file.close()
@@ -75,7 +80,7 @@ class Trace:
     # -- events ----------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        with self._lock:
+        with self._writing():
             if self._file.closed:
                 return
             if event.kind in _CODEC:
@@ -113,6 +118,18 @@ class Trace:
         return found
 
     # -- the file --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Lock the file. If it cannot be written, end the trace with a warning."""
+        with self._lock:
+            try:
+                yield
+            except OSError as error:
+                logger.warning("The trace could not be written: %s. %s ends here.", error, self.path)
+                self._stop()
+                with suppress(OSError):
+                    self._file.close()
 
     def _micros(self, seconds: float) -> int:
         return round((seconds + self._offset) * 1e6)
