@@ -83,12 +83,13 @@ def test_a_log_writes_intervals_and_its_last_one_at_detach(tmp_path: Path) -> No
         handle.log_to(print, every=0)
 
 
-def test_each_rank_has_a_file_if_all_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "written"), [("log.csv", "log.rank0.csv"), ("log", "log.rank0")])
+def test_each_rank_has_a_file_if_all_write(name: str, written: str, tmp_path: Path) -> None:
     ddp = module()
     with gw.attach(ddp, "threelc") as handle:
-        handle.log_to(tmp_path / "log.csv", every=1, all_ranks=True)
+        handle.log_to(tmp_path / name, every=1, all_ranks=True)
         step(ddp, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["log.rank0.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == [written]
 
 
 def test_a_block_detaches_at_its_end_and_by_an_exception() -> None:

@@ -145,5 +145,6 @@ def test_a_full_disk_ends_a_trace_with_one_warning(
 
 def test_one_file_per_rank() -> None:
     assert path_of("a/t.json", 3) == Path("a/t.rank3.json")
-    assert path_of("t", 3) == Path("t.rank3.json")
+    assert path_of("a/t.json", 3, ".txt") == Path("a/t.rank3.json")
+    assert path_of("t", 3, ".json") == Path("t.rank3.json")
     assert path_of("r{rank}/t.json", 3) == Path("r3/t.json")

@@ -39,7 +39,8 @@ class Trace:
 
     Args:
         events: Event stream.
-        path: File. ``{rank}`` in it stands for the rank; without it, the rank is inserted before the suffix.
+        path: File. ``{rank}`` in it stands for the rank; without it, the rank is inserted before the suffix, which is
+            ``.json`` if there is none.
         rank: This rank.
         world_size: Number of ranks.
 
@@ -48,7 +49,7 @@ class Trace:
     """
 
     def __init__(self, events: EventStream, path: str | Path, rank: int, world_size: int) -> None:
-        self.path = path_of(path, rank)
+        self.path = path_of(path, rank, ".json")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rank = rank
         self._offset = time.time() - time.monotonic()
@@ -159,12 +160,12 @@ def _peer_name(peer: int | None) -> str:
     return "the aggregator" if peer is None else f"rank {peer}"
 
 
-def path_of(path: str | Path, rank: int) -> Path:
-    """Return the file of one rank."""
+def path_of(path: str | Path, rank: int, default_suffix: str = "") -> Path:
+    """Return the file of one rank. A path without a suffix gets the default one."""
     path = Path(path)
     if "{rank}" in str(path):
         return Path(str(path).replace("{rank}", str(rank)))
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix or default_suffix}")
 
 
 def _sort_index(row: str) -> int:
