@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.papers.dragonn import learning, vision
 from torch import nn
 
 from gradwire.bench import methods
+from gradwire.bench.digits import Digits
 from gradwire.bench.records import read_figures, write_figures
 from gradwire.bench.workload import Samples, evaluate
 from gradwire.bench.workloads import make_workload
@@ -127,3 +129,21 @@ def test_the_figures_of_a_training_are_written_when_it_ends(folder):
     (part,) = list(found)
     assert {key_of(row, extreme.KEY) for row in part} == {("topk", "0")}
     assert {row["metric"] for row in part} == {"accuracy", "validation_loss", "training_loss"}
+
+
+class SmallTask(Digits):
+    """Digits, as a workload with a folder of data."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+
+
+@pytest.mark.ci
+@pytest.mark.root
+def test_step_times_that_are_compared_are_of_one_job(tmp_path):
+    designs = learning.Design("dense", "ddp-fp32"), learning.Design("topk", "topk:ratio=0.1/momentum")
+    study = replace(extreme.STUDY, workload=f"{__name__}.SmallTask", designs=designs)
+    (part,) = list(study.run(tmp_path, seconds=0.1, designs="topk", parts="time", done={("dense", "")}))
+    assert {key_of(row, extreme.KEY) for row in part} == {("dense", ""), ("topk", "")}
+    assert len({row["value"] for row in part if row["metric"] == "step_without_communication"}) == 1
+    assert list(study.run(tmp_path, parts="time", done={("dense", ""), ("topk", "")})) == []

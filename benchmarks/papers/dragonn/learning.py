@@ -1,8 +1,9 @@
 """Shared by the trainings of sparsifiers, `extreme_classification` and `vision`.
 
 Accuracy by step is measured in whole trainings, one for each seed, on links as they are, since the rate does not affect
-what is learned. Step times are measured in short trainings of the same model in the lab, at each rate. Both together
-yield accuracy by time. Each training is a part of the record; parts that the record has are not run again.
+what is learned. Step times are measured in short trainings of the same model in the lab, at each rate. They are
+compared with each other, so one job times all methods, one after another. Both together yield accuracy by time. Each
+training is a part of the record; parts that the record has are not run again.
 """
 # Shapes: W = ranks
 
@@ -82,43 +83,44 @@ class Study:
         steps: Annotated[int | None, typer.Option(help="Steps of a whole training.")] = None,
         seeds: Seeds = SEEDS,
         seconds: Seconds = 5.0,
-        designs: Annotated[str, typer.Option(help="Labels of designs, such as dense,topk.")] = "",
+        designs: Annotated[str, typer.Option(help="Labels of designs to learn, such as dense,topk.")] = "",
         parts: Annotated[str, typer.Option(help="learn, time, or both.")] = "",
         *,
         done: Set[tuple[str, ...]],
     ) -> Iterator[list[Row]]:
-        """Run all trainings that the record does not have. The figures of each are written when it ends."""
+        """Run all trainings that the record does not have. The figures of each are written when it ends.
+
+        If one of the chosen designs is not timed yet, all designs are timed again.
+        """
         chosen, kinds = choose(designs, [design.label for design in self.designs]), choose(parts, PARTS)
-        numbers = [*(range(seeds) if "learn" in kinds else ()), *([None] if "time" in kinds else [])]
-        for seed in numbers:
+        for seed in range(seeds) if "learn" in kinds else ():
             for design in self.designs:
-                if design.label in chosen and (design.label, "" if seed is None else str(seed)) not in done:
-                    if seed is None:
-                        yield list(self.time(design, data, seconds))
-                    else:
-                        yield list(self.learn(design, data, steps or self.steps, seed))
+                if design.label in chosen and (design.label, str(seed)) not in done:
+                    yield list(self.learn(design, data, steps or self.steps, seed))
+        if "time" in kinds and any((label, "") not in done for label in chosen):
+            yield list(self.time(data, seconds))
 
     def learn(self, design: Design, data: Path, steps: int, seed: int) -> Iterator[Row]:
         """Run a whole training, for losses and the accuracy curve."""
         result = self._train(
-            design.learned(steps), data, steps=steps, validate_every=self.validate_every, rates=(None,),
+            [design.learned(steps)], data, steps=steps, validate_every=self.validate_every, rates=(None,),
             timed_seconds=0.1, buckets_mb=(25.0,), lab=False, seed=seed,
         )  # fmt: skip
         entry = result.results[0]
         yield from learning_figures(design, seed, result.num_parameters, entry.losses, entry.validations)
 
-    def time(self, design: Design, data: Path, seconds: float) -> Iterator[Row]:
-        """Run a short training at each rate, for step times."""
+    def time(self, data: Path, seconds: float) -> Iterator[Row]:
+        """Run a short training of each design at each rate, for step times. One job runs them all."""
+        methods = [design.timed for design in self.designs]
         result = self._train(
-            design.timed, data, steps=3, rates=RATES, timed_seconds=seconds, buckets_mb=(4.0, 25.0), lab=True
+            methods, data, steps=3, rates=RATES, timed_seconds=seconds, buckets_mb=(4.0, 25.0), lab=True
         )
-        yield from step_figures(design, result.num_parameters, result.results[0].times)
+        for design, entry in zip(self.designs, result.results, strict=True):
+            yield from step_figures(design, result.num_parameters, entry.times)
 
-    def _train(self, method: str, data: Path, **options: Any) -> TrainingResult:
+    def _train(self, methods: Sequence[str], data: Path, **options: Any) -> TrainingResult:
         workload = f"{self.workload}={data.resolve()}"
-        return run(
-            TrainingOptions(workload=workload, methods=(method,), ranks=RANKS, deadline_seconds=3600.0, **options)
-        )
+        return run(TrainingOptions(workload=workload, methods=methods, ranks=RANKS, deadline_seconds=3600.0, **options))
 
     def table(self, rows: Sequence[Row]) -> str:
         """Markdown table: accuracy, its difference from the first design for each seed, and speed."""
