@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.core.errors import DisagreementError, GradwireError, PeerTimeoutError
+from gradwire.core.errors import DisagreementError, GradwireError, PeerLostError, PeerTimeoutError
 from gradwire.sync.agreement import agree, share
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.5)
@@ -107,6 +107,30 @@ def test_without_rank_0_the_others_name_it() -> None:
     for error in outcomes([None, {}, {}], SHORT)[1:]:
         assert type(error) is PeerTimeoutError
         assert error.rank == 0
+
+
+def test_a_rank_whose_time_is_over_before_the_verdict_names_who_has_not_come() -> None:
+    """Rank 0 came later than this rank, and still waits for rank 2."""
+    store = dist.HashStore()
+    store.set("topic/0", "[{}, null]")
+    with pytest.raises(PeerTimeoutError, match="Rank 2 did not reach this call") as caught:
+        agree(store, 1, 3, "topic", {}, SHORT)
+    assert caught.value.rank == 2
+
+
+def test_the_error_of_a_lost_rank_counts_before_the_end_of_the_store() -> None:
+    """Rank 0's process holds the store: both are lost at the same time."""
+
+    class Gone(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    lost = PeerLostError("Rank 0 has left", rank=0)
+    with pytest.raises(PeerLostError) as caught:
+        agree(Gone(), 1, 3, "topic", {}, LONG, lambda: lost)
+    assert caught.value is lost
+    with pytest.raises(PeerTimeoutError, match="Rank 0 did not reach this call"):
+        agree(Gone(), 1, 3, "topic", {}, LONG)
 
 
 def test_a_missing_rank_counts_before_a_difference() -> None:

@@ -77,7 +77,10 @@ def agree(
         store.set(decision, json.dumps(verdict))
     # If a rank is late, rank 0 publishes its verdict only at the deadline.
     answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0), lost)
-    verdict = {"missing": [0], "difference": None} if answer is None else json.loads(answer)
+    if answer is None:
+        verdict = {"missing": _missing(store, keys) or [0], "difference": None}
+    else:
+        verdict = json.loads(answer)
     if rank == 0 and (verdict["missing"] or verdict["difference"] is not None):
         _wait_until_read(store, topic, world_size - 1 - len(verdict["missing"]))
     if answer is not None:
@@ -141,6 +144,13 @@ def share(
     return found
 
 
+def _missing(store: Store, keys: Sequence[str]) -> list[int]:
+    """Return the ranks whose keys are not in the store; none if the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        return [peer for peer, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
 def _ranks(missing: list[int]) -> str:
     return ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
 
@@ -164,11 +174,12 @@ def _wait(store: Store, key: str, deadline: float, lost: Callable[[], SyncError 
         try:
             if store.check([key]):
                 return store.get(key).decode()
+            is_over = time.monotonic() > deadline
         except RuntimeError:  # torch's DistNetworkError and similar
-            return None
+            is_over = True
         if error is not None:
             raise error
-        if time.monotonic() > deadline:
+        if is_over:
             return None
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
