@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
+from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec
+from gradwire.sync.launcher import Launcher
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
@@ -73,3 +76,23 @@ def test_a_mean_that_cannot_be_copied_back_fails_the_future() -> None:
     with ranks(2, "none") as group:
         for error in itertools.chain(*group.each(run)):
             assert "single memory location" in str(error)
+
+
+def test_a_mean_that_the_caller_cannot_copy_back_fails_the_synchronizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs have ended before `submit` returns, so that the copy is made on the caller's thread."""
+    launch = Launcher._launch
+
+    def launch_and_wait(self: Launcher, *arguments: Any) -> None:
+        launch(self, *arguments)
+        self._engine.wait_idle()
+
+    def run(one: Synchronizer) -> None:
+        frozen = torch.ones(1).expand(SHAPES["a.bias"])
+        one.begin_step()
+        for call in (lambda: one.submit([GradientSlice("a.bias", frozen)]), one.wait, one.commit):
+            with pytest.raises(SyncError, match="could not be copied to where the gradients are"):
+                call()
+
+    monkeypatch.setattr(Launcher, "_launch", launch_and_wait)
+    with ranks(2, "none") as group:
+        group.each(run)

@@ -277,7 +277,12 @@ class Synchronizer(Peers):
         else:
             for each in slices:
                 self._check(each)
-        submission.arrived()
+        try:
+            submission.arrived()
+        except SyncError as error:
+            if self._engine is not None:
+                self._engine.fail(error)
+            raise
         return submission.future
 
     def _check(self, each: GradientSlice) -> None:
