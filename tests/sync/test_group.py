@@ -42,3 +42,10 @@ def test_synchronizers_are_counted_by_group_and_rank() -> None:
     first, again, other = (GroupInfo(0, 2, store, name) for name in ("counted", "counted", "counted too"))
     peer = GroupInfo(1, 2, store, "counted")
     assert [first.next_number(), again.next_number(), other.next_number(), peer.next_number()] == [1, 2, 1, 1]
+
+
+def test_ranks_of_a_group_that_is_made_again_have_the_same_numbers() -> None:
+    """Rank 0 has survived, and rank 1 is a new process. torch gives the group its old name, and a new store."""
+    GroupInfo(0, 2, dist.HashStore(), "0").next_number()
+    store = dist.HashStore()
+    assert [GroupInfo(rank, 2, store, "0").next_number() for rank in range(2)] == [1, 1]

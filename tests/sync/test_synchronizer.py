@@ -804,7 +804,7 @@ def test_setting_up_leaves_no_more_in_the_store_each_time() -> None:
     with ThreadPoolExecutor(world_size) as pool:
         for _ in range(3):
             list(pool.map(set_up, range(world_size), timeout=60))
-            assert store.num_keys() == world_size  # the number of each rank's latest meeting
+            assert store.num_keys() == 2 * world_size  # numbers of each rank's latest synchronizer and meeting
 
 
 # -- the end -------------------------------------------------------------------------------------------------------

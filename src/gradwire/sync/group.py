@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch.distributed as dist
 
 from gradwire.core.errors import AttachError
 from gradwire.core.torch_private import group_store
-
-_numbers: Counter[tuple[str, int]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,9 @@ class GroupInfo:
         return cls(dist.get_rank(group), dist.get_world_size(group), group_store(group), group.group_name)
 
     def next_number(self) -> int:
-        """Return the next number of a synchronizer in the group. All ranks make the same ones, so it is the same."""
-        _numbers[self.name, self.rank] += 1
-        return _numbers[self.name, self.rank]
+        """Return the next number of a synchronizer in the group. All ranks make the same ones, so it is the same.
+
+        The store counts, not the process: ranks of a group that is made again have processes of different ages.
+        """
+        number: int = self.store.add(f"gradwire/{self.name}/number/{self.rank}", 1)
+        return number
