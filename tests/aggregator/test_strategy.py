@@ -219,16 +219,21 @@ def test_a_dump_that_cannot_be_written_does_not_keep_the_failure_from_the_server
 class OutOfReach(LocalOptions):
     """A server that rank 1 cannot reach."""
 
+    error: type[Exception] = PeerTimeoutError
+
     def client(self, config: SessionConfig, rank: int, *how: Any) -> Any:
         if rank == 1:
-            raise PeerTimeoutError("The aggregation server gave no connection.")
+            raise self.error("The aggregation server gave no connection.")
         return super().client(config, rank, *how)
 
 
-def test_a_rank_that_does_not_reach_the_server_tells_the_others() -> None:
-    with ranks(3, Plan({"w": "thc"}, strategy="server"), server=OutOfReach("local:1")) as group:
+@pytest.mark.parametrize("kind", [PeerTimeoutError, OptionError, OSError])  # OSError: there are too many open files
+def test_a_rank_that_does_not_reach_the_server_tells_the_others(kind: type[Exception]) -> None:
+    with ranks(3, Plan({"w": "thc"}, strategy="server"), server=OutOfReach("local:1", error=kind)) as group:
         found = group.outcomes(lambda one: one.register({"w": TensorSpec((NUMEL,))}))
-        assert [type(error) for error in found] == [type(None), PeerTimeoutError, type(None)]
+        assert [type(error) for error in found] == [type(None), kind, type(None)]
+        engine = group.synchronizers[1]._engine
+        assert engine is not None and not any(thread.is_alive() for thread in engine._threads)
         for rank, error in enumerate(group.outcomes(lambda one: take_step(one, 0))):
             assert isinstance(error, SyncError)
             assert rank == 1 or "The aggregation server gave no connection" in str(error)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core import threads
-from gradwire.core.errors import GradwireError, PeerLostError, SyncError
+from gradwire.core.errors import PeerLostError, SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.store import BoundedStore
@@ -137,14 +137,14 @@ class Peers:
                 continue
             if self._engine is None:
                 continue
-            session = int(self.share(str(secrets.randbits(62))))
             try:
+                session = int(self.share(str(secrets.randbits(62))))
                 service = self._addresses[name].connect(
                     tensors, self.rank, self.world_size, session, self.timeout, self._stall_timeout
                 )
-            except GradwireError as error:
-                # The other ranks may be connected already, and would wait for this one.
-                self._engine.fail(error if isinstance(error, SyncError) else SyncError(str(error), phase="connect"))
+            except BaseException as error:  # whatever it is, the other ranks would wait for this one
+                failure = error if isinstance(error, SyncError) else SyncError(str(error), phase="connect")
+                self._engine.fail(failure)
                 self._engine.close()
                 raise
             self._runtime.services[name] = self._services[name] = service
