@@ -107,6 +107,23 @@ def test_later_tensors_and_parts_of_tensors_are_refused() -> None:
         group.each(lambda one: one.register({"bias": TensorSpec((300,))}))  # travels between ranks
 
 
+def test_a_plan_with_tensors_that_the_server_does_not_know_is_refused_and_the_ranks_go_on() -> None:
+    plan = Plan({"w": "thc", "*": "none"}, strategy="server")
+    specs = {name: TensorSpec((300, 300)) for name in ("w", "v")}
+
+    def run(one: Synchronizer) -> None:
+        for _ in range(2):
+            one.begin_step()
+            one.submit([GradientSlice(name, torch.ones(300, 300)) for name in specs]).wait()
+            one.commit()
+            with pytest.raises(OptionError, match="Register all tensors that use it at once"):
+                one.replan(Plan({"*": "thc"}, strategy="server"))
+            assert one.plan is plan
+
+    with ranks(2, plan, server=LocalOptions("local:1"), tensors=specs) as group:
+        group.each(run)
+
+
 def test_full_rotation_is_refused_if_ranks_may_be_late() -> None:
     full = gw.make("thc", rotate="full")
     with (

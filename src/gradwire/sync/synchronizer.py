@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gradwire.compressors.base import StatefulCompressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
-from gradwire.core.errors import DisagreementError, GradwireError, OptionError, SyncError
+from gradwire.core.errors import GradwireError, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.net.transport import Transport
@@ -195,9 +195,10 @@ class Synchronizer(Peers):
 
         Raises:
             SyncError: The synchronizer has failed, or a step is neither committed nor rolled back.
-            OptionError: As for the constructor.
-            DisagreementError: Ranks have different plans. Raised on every rank, all of which keep the plan that they
-                had.
+            OptionError: As for the constructor, or the server does not know the tensors of the plan.
+            DisagreementError: Ranks have different plans. Raised on every rank.
+
+        On failure: All ranks keep the plan that they had.
         """
         self.wait()
         if self.residuals.is_open:
@@ -210,10 +211,11 @@ class Synchronizer(Peers):
         self.plan = plan
         try:
             self._agree_on(specs)
-        except DisagreementError:
+        except GradwireError as error:
             self._tensors.replan(before)
             self.plan = before
-            self._agree_on(specs)  # no rank sends before all have their plans back
+            if not isinstance(error, SyncError) and self.failure is None:
+                self._agree_on(specs)  # no rank sends before all have their plans back
             raise
         for name, entry in self._tensors.entries.items():
             if not policies.get(entry.feedback).has_velocity:
