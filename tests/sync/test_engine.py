@@ -366,6 +366,7 @@ def test_what_happened_is_in_the_events() -> None:
         made.send(1, 100, round=3)
         made.engine.wait_idle()
         made.engine.fail(SyncError("over", rank=1))
+        failure_of(made.engine)
         found = {event.kind: event for event in made.events.latest()}
     assert isinstance(found["recv"], Event)
     assert (found["recv"].tensor, found["recv"].round, found["recv"].peer) == ("fc.weight", 3, 1)

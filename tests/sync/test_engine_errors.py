@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutError, SyncError
+from gradwire.core.events import Event
 from gradwire.sync import engine as engine_module
 from gradwire.sync import waits
 from gradwire.sync.run import Run
@@ -267,6 +268,58 @@ def test_a_recorder_that_hangs_holds_up_nobody(caplog: pytest.LogCaptureFixture)
         assert time.monotonic() - start_time < PATIENCE / 2
         until(lambda: "gradwire-flight-recorder has not ended" in caplog.text)
         release.set()
+
+
+def test_a_listener_that_hangs_on_a_failure_holds_up_nobody() -> None:
+    """As a trace does on a disk that hangs."""
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    release = threading.Event()
+    with setup() as made:
+        made.events.listen(lambda event: release.wait(PATIENCE) if event.kind == "failure" else None)
+        run = receiving(key())[0]
+        run.on_failed = failed.put  # type: ignore[method-assign]
+        made.engine.run(run)
+        made.network.kill(1)
+        found = failed.get(timeout=PATIENCE / 2)
+        assert failure_of(made.engine) is found
+        release.set()
+
+
+@pytest.mark.parametrize("how", ["early", "late", "future"])
+def test_a_listener_that_hangs_does_not_hold_the_engine(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the transport's thread, nor on the one that starts a run or answers a request."""
+    monkeypatch.setattr(engine_module, "FUTURE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "_LOOK_SECONDS", 0.1)
+    hangs, release = threading.Event(), threading.Event()
+
+    def listen(event: Event) -> None:
+        if (event.kind, event.tensor) == ("recv", "w"):
+            hangs.set()
+            release.wait(PATIENCE)
+
+    def receive() -> None:
+        if how == "future":
+            made.engine.run(asking(answer))
+            answer.set_result(0)
+        else:
+            made.engine.run(receiving(key())[0])
+
+    answer: Future[int] = Future()
+    with setup(stall=0.3) as made:
+        made.events.listen(listen)
+        if how == "early":
+            made.send(1)
+            made.flush(1)
+        thread = threading.Thread(target=receive)
+        thread.start()
+        if how == "late":
+            thread.join()
+            made.send(1)
+        assert hangs.wait(PATIENCE)
+        error = failure_of(made.engine)
+        release.set()
+        thread.join()
+        assert "No operation of this rank has ended for" in str(error)
 
 
 # -- peers that leave or stall -------------------------------------------------------------------------------------

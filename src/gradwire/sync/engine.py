@@ -127,39 +127,46 @@ class Engine:
         On failure: the run fails with `error`, which `wait_idle` also raises.
         """
         with self._work:
-            if self.error is None and not self._closing:
+            is_open = self.error is None and not self._closing
+            if is_open:
                 self._active.add(run)
-                if loading is None:
-                    self._start(run)
-                else:
-                    self._await_future(run, LOAD, loading)
-                return
-        self._raise_if_failed()
-        raise closed()
+        if not is_open:
+            self._raise_if_failed()
+            raise closed()
+        if loading is None:
+            self._start(run)
+        else:
+            self._await_future(run, LOAD, loading)
 
     def _start(self, run: Run) -> None:
-        """Queue the operations that can run. Holds the lock."""
-        run.started = time.monotonic()
-        operations = run.operations
-        for index in operations.roots:
-            self._push(run, index)
-        if operations.recvs:
-            name = run.round, run.fields.tensor
-            assert name not in self._waits.receiving, "a round has one run for a tensor"
-            self._waits.receiving[name] = run
-            for key, payload in self.early_frames.take(name).items():
-                if key not in operations.recvs:
-                    self.fail(unasked(key.peer, run.name))
-                    return
-                self._receive(run, operations.recvs[key], payload)
-            for peer in operations.senders:
-                error = self.transport.departed(peer)
-                if error is not None and lacks(run, peer):
-                    self.fail(error)
-                    return
-        if not operations.ops:
-            self._push(run, FINISH)
-        self._work.notify()  # a thread may have waited for nothing, and must look for stalls now
+        """Queue the operations that can run."""
+        operations, received = run.operations, []
+        with self._work:
+            if self.error is not None or self._closing:
+                return
+            run.started = time.monotonic()
+            for index in operations.roots:
+                self._push(run, index)
+            if operations.recvs:
+                name = run.round, run.fields.tensor
+                assert name not in self._waits.receiving, "a round has one run for a tensor"
+                self._waits.receiving[name] = run
+                for key, payload in self.early_frames.take(name).items():
+                    if key not in operations.recvs:
+                        self.fail(unasked(key.peer, run.name))
+                        return
+                    run.pending[operations.recvs[key]] = 0
+                    received.append((operations.recvs[key], payload))
+                for peer in operations.senders:
+                    error = self.transport.departed(peer)
+                    if error is not None and lacks(run, peer):
+                        self.fail(error)
+                        return
+            if not operations.ops:
+                self._push(run, FINISH)
+            self._work.notify()  # a thread may have waited for nothing, and must look for stalls now
+        for index, payload in received:
+            self._receive(run, index, payload)
 
     @property
     def idle(self) -> bool:
@@ -226,11 +233,8 @@ class Engine:
             if self.error is not None or self._closing:
                 return
             self.error = error = located(error, list(self._waits))
-            reason = str(error)
-            tensor, detail = error.tensor or "", {"message": reason}
             state: dict[str, Any] = {}
             try:
-                self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
                 state = self._state()
             except BaseException:  # the peers and all who wait must still be told
                 logger.exception("The flight recorder's file will lack the state of the engine.")
@@ -241,12 +245,13 @@ class Engine:
             self._waits.clear()
             self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
-            abort = partial(self._abort, error, reason, state, abandoned)
+            abort = partial(self._abort, error, state, abandoned)
             self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
 
-    def _abort(self, error: SyncError, reason: str, state: dict[str, Any], abandoned: list[Run]) -> None:
-        """Tell peers and all who wait. A disk that hangs holds up none of them."""
-        report = partial(self._on_failure, error, state)
+    def _abort(self, error: SyncError, state: dict[str, Any], abandoned: list[Run]) -> None:
+        """Tell peers and all who wait. A disk or a listener that hangs holds up none of them."""
+        reason = str(error)
+        report = partial(self._report, error, reason, state)
         reporting = core_threads.start("gradwire-flight-recorder", report, on_error=None)
         try:
             self.transport.abort(reason, error.rank)
@@ -254,6 +259,13 @@ class Engine:
             core_threads.end(reporting, _ABORT_SECONDS)
             for run in abandoned:
                 run.fail(error)
+
+    def _report(self, error: SyncError, reason: str, state: dict[str, Any]) -> None:
+        tensor, detail = error.tensor or "", {"message": reason}
+        try:
+            self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
+        finally:  # whatever a listener raises
+            self._on_failure(error, state)
 
     def close(self) -> None:
         """End the threads, and fail runs that have not ended. Call `wait_idle` first to let them finish. Idempotent."""
@@ -291,24 +303,21 @@ class Engine:
         payload = Payload.received(body, header.flags, header.sender)
         with self._work:
             run = self._waits.receiving.get(name)
-            if run is not None:
-                index = run.operations.recvs.get(key)
-                if index is None:
-                    self.fail(unasked(peer, run.name))
-                elif run.pending[index]:
-                    self._receive(run, index, payload)
-                else:
+            if run is None:
+                if not self.early_frames.keep(name, key, payload):
                     self.fail(sent_twice(header))
                 return
-            if not self.early_frames.keep(name, key, payload):
-                self.fail(sent_twice(header))
+            index = run.operations.recvs.get(key)
+            if index is None or not run.pending[index]:
+                self.fail(unasked(peer, run.name) if index is None else sent_twice(header))
+                return
+            run.pending[index] = 0
+        self._receive(run, index, payload)
 
     def _receive(self, run: Run, index: int, payload: Payload) -> None:
-        """End a `recv`. Holds the lock."""
-        run.pending[index] = 0
-        run.results[index] = payload
+        """End a `recv` that is not pending any more."""
         self._record(run, index, "recv", run.started, self.transport.prefix_bytes + payload.body.nbytes)
-        self._end(run, index)
+        self._end(run, index, payload)
 
     def _is_missed(self, peer: int, said_goodbye: bool) -> bool:
         """Whether a peer that has left is needed now. If not, the next step that waits for it fails."""
@@ -318,6 +327,7 @@ class Engine:
             return self._waits.need(peer, bool(self._lost_peers))
 
     def _record(self, run: Run, index: int, kind: str, start: float, nbytes: int) -> None:
+        """Emit an event. Does not hold the lock, because a listener may block: a trace does if its disk hangs."""
         operations = run.operations
         peer, detail = operations.ops[index].peer, operations.details[index]
         self._events.emit(Event(kind, start, time.monotonic() - start, run.name, run.round, nbytes, peer, detail))
@@ -331,22 +341,27 @@ class Engine:
         heapq.heappush(self._ready, (urgency, run.priority, next(self._order), run, index))
         self._work.notify()
 
-    def _end(self, run: Run, index: int) -> None:
-        """Mark an operation as ended, and queue those that waited only for it. Holds the lock."""
+    def _end(self, run: Run, index: int, result: Any = None) -> None:
+        """Mark an operation as ended, and queue those that waited only for it."""
         operations = run.operations
-        for successor in operations.successors[index]:
-            run.pending[successor] -= 1
-            if run.pending[successor] == 0:
-                self._push(run, successor)
-        for used in operations.ops[index].inputs:
-            run.num_users[used] -= 1
-            if run.num_users[used] == 0:
-                run.results[used] = None
-        run.remaining -= 1
-        if run.remaining == 0:
-            if operations.recvs:
-                del self._waits.receiving[run.round, run.fields.tensor]
-            self._push(run, FINISH)
+        with self._work:
+            if self.error is not None:
+                return
+            if run.num_users[index]:
+                run.results[index] = result
+            for successor in operations.successors[index]:
+                run.pending[successor] -= 1
+                if run.pending[successor] == 0:
+                    self._push(run, successor)
+            for used in operations.ops[index].inputs:
+                run.num_users[used] -= 1
+                if run.num_users[used] == 0:
+                    run.results[used] = None
+            run.remaining -= 1
+            if run.remaining == 0:
+                if operations.recvs:
+                    del self._waits.receiving[run.round, run.fields.tensor]
+                self._push(run, FINISH)
 
     def _loop(self) -> None:
         # With several threads, each kernel keeps to its own.
@@ -385,16 +400,11 @@ class Engine:
             self.fail(raised(error, run, op))
             return
         if isinstance(result, Future):
-            with self._work:
-                self._await_future(run, index, result)
+            self._await_future(run, index, result)
             return
         if op.kind != "send":
             self._record(run, index, op.kind, start, result.body.nbytes if isinstance(result, Payload) else 0)
-        with self._work:
-            if self.error is None:
-                if run.num_users[index]:
-                    run.results[index] = result
-                self._end(run, index)
+        self._end(run, index, result)
 
     def _send(self, run: Run, op: Op, payload: Payload, on_sent: Callable[[], None] | None = None) -> None:
         assert op.peer is not None and op.frame is not None
@@ -437,12 +447,13 @@ class Engine:
     # -- futures ---------------------------------------------------------------------------------------------
 
     def _await_future(self, run: Run, index: int, future: Future[Any]) -> None:
-        """End an operation, or start a run, when a future is done. Holds the lock."""
-        self._waits.awaited[run, index] = time.monotonic()
-        self._work.notify()
-        error = self.transport.departed(self._lost_peers[0]) if self._lost_peers and index != LOAD else None
-        if error is not None:
-            self.fail(error)
+        """End an operation, or start a run, when a future is done."""
+        with self._work:
+            self._waits.awaited[run, index] = time.monotonic()
+            self._work.notify()
+            error = self.transport.departed(self._lost_peers[0]) if self._lost_peers and index != LOAD else None
+            if error is not None:
+                self.fail(error)
         future.add_done_callback(lambda done: self._on_future_done(run, index, done))
 
     def _on_future_done(self, run: Run, index: int, future: Future[Any]) -> None:
@@ -455,12 +466,11 @@ class Engine:
             started = self._waits.awaited.pop((run, index), None)
             if started is None or self.error is not None or self._closing:
                 return
-            if index == LOAD:
-                self._start(run)
-                return
-            run.results[index] = future.result(0)
-            self._record(run, index, "recv", started, 0)
-            self._end(run, index)
+        if index == LOAD:
+            self._start(run)
+            return
+        self._record(run, index, "recv", started, 0)
+        self._end(run, index, future.result(0))
 
     # -- deadlines and messages ------------------------------------------------------------------------------
 
