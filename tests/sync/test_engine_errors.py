@@ -155,6 +155,35 @@ def test_a_failure_while_the_transport_cannot_be_told_still_fails_the_runs() -> 
         transport.abort = abort  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("where", ["caller", "transport"])
+@pytest.mark.parametrize("refused", [("gradwire-flight-recorder",), ("gradwire-flight-recorder", "gradwire-abort")])
+def test_without_more_threads_a_failure_still_reaches_the_runs_and_the_peers(
+    where: str, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit of a container's processes counts threads."""
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    begin = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with setup(3) as made:
+        run = receiving(key(2))[0]
+        run.on_failed = failed.put  # type: ignore[method-assign]
+        made.engine.run(run)
+        monkeypatch.setattr(threading.Thread, "start", refusing)
+        if where == "caller":
+            made.engine.fail(SyncError("Rank 2 is to blame", rank=2))
+        else:
+            made.network.kill(2)
+        assert failed.get(timeout=PATIENCE) is failure_of(made.engine)
+        told = made.peers[1].failure()
+        assert isinstance(told, PeerFailedError) and told.rank == 2
+        assert not made.dumps and "The flight recorder's file is not written" in caplog.text
+
+
 def test_nothing_runs_after_a_failure_and_done_is_never_called() -> None:
     ran: list[str] = []
     script = Script()

@@ -246,13 +246,20 @@ class Engine:
             self._ended.notify_all()
             # Not from this thread: it may be the transport's own, which cannot wait for itself.
             abort = partial(self._abort, error, state, abandoned)
-            self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
+            try:
+                self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
+            except RuntimeError:  # the system gives no more threads
+                abort()
 
     def _abort(self, error: SyncError, state: dict[str, Any], abandoned: list[Run]) -> None:
         """Tell peers and all who wait. A disk or a listener that hangs holds up none of them."""
         reason = str(error)
         report = partial(self._report, error, reason, state)
-        reporting = core_threads.start("gradwire-flight-recorder", report, on_error=None)
+        reporting = core_threads.make("gradwire-flight-recorder", report, on_error=None)
+        try:
+            reporting.start()
+        except RuntimeError:  # the system gives no more threads
+            logger.exception("The flight recorder's file is not written.")
         try:
             self.transport.abort(reason, error.rank)
         finally:
