@@ -42,12 +42,12 @@ class MomentumCheck:
         parameters: Parameters by name.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._parameters = list(parameters)
         self._plan: Plan | None = None
         self._names: dict[int, str] = {}  # of the corrected parameters under `_plan`, by id
 
-    def add(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def add(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Look at further parameters from now on: those that were frozen at attach, and are trained."""
         self._parameters.extend(parameters)
         self._plan = None
