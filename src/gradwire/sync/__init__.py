@@ -6,7 +6,8 @@
 - `fusion`, `batch`: jobs of several tensors, and compiled calls for all tensors of a group.
 - `strategies`, `operations`, `chunk`, `drawing`: turn a job into operations, once per plan, and print them.
 - `codec`: what operations compute. `run`, `runtime`, `engine`: what a step fills in, and what runs it. `early_frames`,
-  `waits`, `engine_errors`: frames that nothing waits for yet, what is waited for and for how long, and errors.
+  `waits`, `engine_errors`, `abort`: frames that nothing waits for yet, what is waited for and for how long, errors, and
+  how a failure is told.
 - `exchange`, `replica`, `nodes`, `group`: numbers of all ranks, the replica check, ranks of a node, the process group.
 - `resize`, `warmup`: another number of ranks, and kernels before the first step.
 

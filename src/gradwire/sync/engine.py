@@ -36,6 +36,7 @@ from gradwire.core.errors import SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
 from gradwire.net.transport import Callbacks, Transport
+from gradwire.sync.abort import Abort
 from gradwire.sync.early_frames import EarlyFrames
 from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stuck, thread_gone, unasked
 from gradwire.sync.operations import FrameKey, Op
@@ -46,7 +47,6 @@ from gradwire.wire.payload import Payload
 
 logger = logging.getLogger("gradwire")
 
-_ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0  # how often a thread that waits for all runs looks for what nobody else could tell it
 
 
@@ -91,7 +91,6 @@ class Engine:
         self._admit = admit
         self._events = events
         self._stall_seconds = stall_timeout.total_seconds()
-        self._on_failure = on_failure
         self._dense = code(DENSE_NAME)
         lock = threading.RLock()
         self._work = threading.Condition(lock)  # operations can run, or the engine ends
@@ -102,7 +101,7 @@ class Engine:
         self._waits = Waits(self._stall_seconds)
         self._lost_peers: list[int] = []  # peers that left without a closing message
         self._closing = False
-        self._aborting: threading.Thread | None = None
+        self._abort = Abort(transport, events, on_failure)
         callbacks = Callbacks(self._check_header, self._on_frame, self.fail, self._is_missed, self._destination)
         transport.start(callbacks)
         self._threads = [
@@ -220,11 +219,9 @@ class Engine:
 
     def _raise_if_failed(self) -> None:
         with self._work:
-            error, aborting = self.error, self._aborting
+            error = self.error
         if error is not None:
-            # The caller may end its process at once. By then, the peers must have been told which rank failed.
-            if aborting is not None:
-                aborting.join(_ABORT_SECONDS)
+            self._abort.wait_until_told()
             raise error
 
     def fail(self, error: SyncError) -> None:
@@ -244,35 +241,7 @@ class Engine:
             self.early_frames.clear()
             self._waits.clear()
             self._ended.notify_all()
-            # Not from this thread: it may be the transport's own, which cannot wait for itself.
-            abort = partial(self._abort, error, state, abandoned)
-            try:
-                self._aborting = core_threads.start("gradwire-abort", abort, on_error=None)
-            except RuntimeError:  # the system gives no more threads
-                abort()
-
-    def _abort(self, error: SyncError, state: dict[str, Any], abandoned: list[Run]) -> None:
-        """Tell peers and all who wait. A disk or a listener that hangs holds up none of them."""
-        reason = str(error)
-        report = partial(self._report, error, reason, state)
-        reporting = core_threads.make("gradwire-flight-recorder", report, on_error=None)
-        try:
-            reporting.start()
-        except RuntimeError:  # the system gives no more threads
-            logger.exception("The flight recorder's file is not written.")
-        try:
-            self.transport.abort(reason, error.rank)
-        finally:
-            core_threads.end(reporting, _ABORT_SECONDS)
-            for run in abandoned:
-                run.fail(error)
-
-    def _report(self, error: SyncError, reason: str, state: dict[str, Any]) -> None:
-        tensor, detail = error.tensor or "", {"message": reason}
-        try:
-            self._events.emit(Event("failure", time.monotonic(), tensor=tensor, peer=error.rank, detail=detail))
-        finally:  # whatever a listener raises
-            self._on_failure(error, state)
+            self._abort.begin(error, state, abandoned)
 
     def close(self) -> None:
         """End the threads, and fail runs that have not ended. Call `wait_idle` first to let them finish. Idempotent."""
@@ -282,8 +251,7 @@ class Engine:
             self._ended.notify_all()
         for thread in self._threads:
             core_threads.end(thread)
-        if self._aborting is not None:
-            core_threads.end(self._aborting)
+        self._abort.end()
         self.transport.close()
         for run in list(self._active):
             run.fail(closed())
