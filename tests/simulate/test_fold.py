@@ -48,7 +48,10 @@ def test_fewer_parts_than_ranks_fold_to_nearly_the_same_step(strategy, method, p
     tensors = SimulatedModel([SimulatedGradient(f"w{index}", (4096, 64), 0.0) for index in range(8)])
     plan = Plan({"*": method}, strategy=strategy, partitions=partitions)
     one, all_ranks = both(tensors, plan, Cluster(8, LINK))
-    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.25)
+    if (strategy, method, partitions) == ("ring", "none", 1):  # rank 0 adds all of them
+        assert one.seconds < all_ranks.seconds < 1.5 * one.seconds
+    else:
+        assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.25)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
     assert one.num_messages == pytest.approx(all_ranks.num_messages)
 
