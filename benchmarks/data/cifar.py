@@ -1,8 +1,8 @@
 """CIFAR-10 from JPEG files, and a small ResNet of the family that the papers train on it.
 
 The data is a folder, or a tar of it, with `train` and `test`, each of which has one folder of images per class. Images
-are decoded once, and the arrays are kept in another folder until the data changes. Source of the data: Krizhevsky,
-"Learning multiple layers of features from tiny images", 2009.
+are decoded once, and the arrays are kept in another folder, one for each path and time of `data`. Source of the data:
+Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
 """
 
 from __future__ import annotations

@@ -265,6 +265,31 @@ def test_clipping_of_one_optimizers_gradients_tells_nothing_of_the_others() -> N
     handle.detach()
 
 
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_optimizers_without_gcomp_skip_the_step_after_a_mismatch_too(in_closure: bool) -> None:
+    """If norms are clipped over all parameters, the NaN of gcomp's are in all gradients."""
+    ddp = wrapped()
+    first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
+    plan = gw.Plan({"0.*": "gcomp", "*": "none"}, min_elements=0)
+    handle = gw.attach(ddp, plan, optimizer=[first, second])
+    before = ddp.module[2].weight.clone()
+
+    def closure() -> float:
+        backward(ddp)
+        handle._optimizers.note_mismatch()
+        for each in ddp.parameters():
+            each.grad.fill_(torch.nan)
+        return 0.0
+
+    if in_closure:
+        second.step(closure)
+    else:
+        closure()
+        second.step()
+    assert torch.equal(ddp.module[2].weight, before)
+    handle.detach()
+
+
 def test_gcomp_refuses_a_parameter_of_two_optimizers_and_auto_leaves_it_out(caplog: pytest.LogCaptureFixture) -> None:
     ddp = wrapped()
     both = [sgd(ddp), torch.optim.Adam(ddp.parameters())]

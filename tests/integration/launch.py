@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -85,8 +86,13 @@ def _own_ports() -> tuple[IO[bytes], Iterator[int]]:
     """The ports of this process, over and over, and the file whose lock keeps others from them until it ends."""
     folder = Path(tempfile.gettempdir()) / "gradwire-test-ports"
     folder.mkdir(exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        folder.chmod(0o777)  # for other users
     for first in range(20_000, 30_000, NUM_PORTS):
-        file = (folder / str(first)).open("ab")
+        try:
+            file = (folder / str(first)).open("ab")
+        except PermissionError:  # another user's
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import gradwire.observe.trace as trace_module
 from gradwire.core.events import Event, EventStream
 from gradwire.observe.trace import Trace, path_of
 from gradwire.sync.plan import Plan
@@ -148,3 +150,26 @@ def test_one_file_per_rank() -> None:
     assert path_of("a/t.json", 3, ".txt") == Path("a/t.rank3.json")
     assert path_of("t", 3, ".json") == Path("t.rank3.json")
     assert path_of("r{rank}/t.json", 3) == Path("r3/t.json")
+
+
+def test_closing_does_not_wait_forever_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trace_module, "END_SECONDS", 0.05)
+    trace = Trace(EventStream(), tmp_path / "trace.json", 0, 1)
+    writing, release = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with trace._lock:  # as a write to the disk does
+            writing.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert writing.wait(30)
+    trace.close()
+    assert "is left as it is" in caplog.text
+    release.set()
+    thread.join()
+    trace.close()
+    assert trace._file.closed

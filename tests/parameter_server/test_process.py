@@ -351,9 +351,12 @@ def test_each_missing_worker_has_the_whole_patience(clock, had_come, seconds) ->
         server._check_away()
         clock[0] += 9
         server._check_away()
-        clock[0] += 2
+        clock[0] += 0.5
+        machine.present = {1}
+        server._check_away()
+        clock[0] += 1
         with pytest.raises(PeerTimeoutError, match=r"Workers \[2\] were away for 10 s") as caught:
-            server._check_away()
+            server._check_away()  # worker 0 has been away for a second
     assert caught.value.rank == 2
 
 

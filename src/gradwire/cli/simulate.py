@@ -98,13 +98,14 @@ class ClusterOptions:
         None
     )
     per_node: Annotated[
-        int | None, typer.Option(help="Ranks of a node, which share its link. Default: --costs', or 1.")
+        int | None, typer.Option(help="Ranks of a node, which share its link. Default: 1, or without --rate --costs'.")
     ] = None
     inner_rate: Annotated[
-        str | None, typer.Option(help="Rate between the ranks of a node. Default: --costs', or 100gbit.")
+        str | None, typer.Option(help="Rate between the ranks of a node. Default: 100gbit, or without --rate --costs'.")
     ] = None
     inner_latency: Annotated[
-        str | None, typer.Option(help="One-way latency between the ranks of a node. Default: --costs', or 5us.")
+        str | None,
+        typer.Option(help="Latency between the ranks of a node. Default: 5us, or without --rate --costs'."),
     ] = None
     straggler: Annotated[
         list[str] | None,
@@ -151,8 +152,9 @@ class ClusterOptions:
         for name, value in options.items():
             if value is not None:
                 raise OptionError(
-                    f"The costs have measured links of their own, with {costs.ranks_per_node} to a node, so {name} "
-                    f"{value} cannot apply. Pass --rate to describe the links, or leave {name} out."
+                    f"The costs have measured links of their own, with {costs.ranks_per_node} ranks on each node, so "
+                    f"{name} {value} cannot apply. Leave {name} out, or describe all links: --rate, --per-node, "
+                    "--inner-rate."
                 )
 
 

@@ -53,7 +53,15 @@ class EventStream:
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
+        self.keep(event)
+        self.tell(event)
+
+    def keep(self, event: Event) -> None:
+        """Add an event to the ring alone."""
         self._ring.append(event)
+
+    def tell(self, event: Event) -> None:
+        """Call the listeners alone."""
         for listener in self._listeners:
             try:
                 listener(event)

@@ -168,17 +168,16 @@ class Optimizers:
                 "A GradScaler scales these gradients, but attach was not given it. Pass scaler=. Otherwise residuals "
                 "count by the wrong scale whenever the scale changes."
             )
-        state = owner.state
-        if state is None:
+        if not self.states:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            _check_gradients(owner, state)
+            _check_gradients(owner)
             return None
 
         def checked() -> Any:
             loss = closure()
-            _check_gradients(owner, state)
+            _check_gradients(owner)
             return loss
 
         return args[:1], kwargs | {"closure": checked}
@@ -289,14 +288,15 @@ class Optimizers:
         return future.then(arrived)
 
 
-def _check_gradients(owner: Owner, state: OptimizerState) -> None:
+def _check_gradients(owner: Owner) -> None:
     """Check that the gradients of a step are those for which gcomp has cut them, or skip the step."""
     factors = owner.averaged.factors()
-    if owner.skips and _drop_if_nan(owner.optimizer):
-        state.skip_step()
-    else:
-        state.before_step(factors)
+    skipped = owner.skips and _drop_if_nan(owner.optimizer)
     owner.skips = False
+    if owner.state is not None and skipped:
+        owner.state.skip_step()
+    elif owner.state is not None:
+        owner.state.before_step(factors)
 
 
 def _drop_if_nan(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from gradwire.core.events import Event, EventStream
+from gradwire.core.threads import END_SECONDS
 
 logger = logging.getLogger("gradwire")
 _BUFFER_BYTES = 1 << 16
@@ -53,7 +54,7 @@ class Trace:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rank = rank
         self._offset = time.time() - time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ends: dict[str, int] = {}  # by row: end of its latest event, in microseconds
         self._rows: dict[str, int] = {}
         self._file = self.path.open("w", buffering=_BUFFER_BYTES)
@@ -65,10 +66,16 @@ class Trace:
     def close(self) -> None:
         """End the trace and complete its file. Idempotent."""
         self._stop()
-        with self._writing():
-            if not self._file.closed:
-                self._file.write("\n]\n")
-                self._file.close()
+        if not self._lock.acquire(timeout=END_SECONDS):
+            logger.warning("The trace %s is left as it is: its disk has not answered for %g s.", self.path, END_SECONDS)
+            return
+        try:
+            with self._writing():
+                if not self._file.closed:
+                    self._file.write("\n]\n")
+                    self._file.close()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Trace:
         return self

@@ -227,13 +227,19 @@ class ParameterServer(Server):
         now = time.monotonic()
         self._missing_since = {worker: self._missing_since.get(worker, now) for worker in missing}
         for worker, since in self._missing_since.items():
-            has_come = worker in self.machine.incarnations
-            patience = self.options.patience if has_come else self.options.start_timeout
+            patience = self._patience(worker)
             if now - since > patience.total_seconds():
                 if not self._enough_finished():
-                    raise away(missing, patience, worker)
+                    same = [each for each in missing if self._patience(each) == patience]
+                    gone = [each for each in same if now - self._missing_since[each] > patience.total_seconds()]
+                    raise away(gone, patience, min(gone, key=self._missing_since.__getitem__))
                 self._finish()
                 return
+
+    def _patience(self, worker: int) -> timedelta:
+        """How long a missing worker is waited for."""
+        has_come = worker in self.machine.incarnations
+        return self.options.patience if has_come else self.options.start_timeout
 
     def _check_stalled(self) -> None:
         """End the job if workers hold up a step. Those that are connected are named, if there are any."""

@@ -12,8 +12,8 @@ Folding assumes that
    others and, with more ranks than blocks, most are empty. A simulated chunk takes as long as the largest real one, and
    occupies processor and network for the mean over all chunks, empty ones included. So the time of one chunk and the
    load of a rank are right, but not which rank is busier at which moment;
- - ranks own equal shares. Dense groups on a ring all begin with rank 0. With one partition each, rank 0 adds everything,
-   and the real step takes up to half longer;
+ - ranks own equal shares. Dense groups on a ring all begin with rank 0. With one partition each, rank 0 adds all of
+   them, and the real step takes up to half longer;
  - each kind of node hears directly from each other kind. In a ring, the effect of a straggler travels hop by hop, so a
    ring with stragglers cannot be folded.
 """

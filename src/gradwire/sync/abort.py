@@ -1,6 +1,8 @@
 """The end of an engine that has failed: peers and all who wait are told, and the flight recorder writes its file.
 
-Guarantees: neither a disk nor a listener of events that hangs holds up anybody, nor does a system without more threads.
+Guarantees: runs fail and peers hear of it within seconds, also if the recorder's disk hangs, or a listener of the
+failure. Where the system gives no more threads, there is no file, and telling the peers may take as long as the
+transport's own limit. A listener that hangs on a ``recv`` holds the transport's thread: peers then notice by silence.
 """
 
 from __future__ import annotations
@@ -74,10 +76,10 @@ class Abort:
                 run.fail(error)
 
     def _report(self, error: SyncError, reason: str, state: dict[str, Any]) -> None:
-        event = Event(
-            "failure", time.monotonic(), tensor=error.tensor or "", peer=error.rank, detail={"message": reason}
-        )
+        detail = {"message": reason}
+        event = Event("failure", time.monotonic(), tensor=error.tensor or "", peer=error.rank, detail=detail)
+        self._events.keep(event)  # for the recorder's file
         try:
-            self._events.emit(event)
-        finally:  # whatever a listener raises
             self._on_failure(error, state)
+        finally:
+            self._events.tell(event)  # last, because a listener may hang

@@ -143,7 +143,8 @@ class Peers:
                     tensors, self.rank, self.world_size, session, self.timeout, self._stall_timeout
                 )
             except BaseException as error:  # whatever it is, the other ranks would wait for this one
-                failure = error if isinstance(error, SyncError) else SyncError(str(error), phase="connect")
+                said = str(error) or repr(error)
+                failure = error if isinstance(error, SyncError) else SyncError(said, phase="connect")
                 self._engine.fail(failure)
                 self._engine.close()
                 raise
@@ -319,7 +320,9 @@ class Peers:
             self._engine.transport.abort("its interpreter exits in the middle of a step")
 
     def _on_failure(self, error: SyncError, state: dict[str, Any]) -> None:
-        """Write the flight recorder's file and close the services. The engine notifies the peers."""
+        """Close the services and write the flight recorder's file. The engine notifies the peers."""
+        for service in self._services.values():  # closing waits for their threads, and this may be one of them
+            threads.start("gradwire-close", partial(service.close, str(error)), on_error=None)
         try:
             path = write_dump(
                 error,
@@ -330,12 +333,10 @@ class Peers:
                 directory=self._dump_dir,
             )
             note = f"Flight recorder: {path}"
-        except Exception as problem:  # the services must still be closed
+        except Exception as problem:
             logger.exception("The flight recorder could not be written.")
             note = f"The flight recorder could not be written: {problem}"
         error.args = (f"{error} {note}",)
-        for service in self._services.values():  # closing waits for their threads, and this may be one of them
-            threads.start("gradwire-close", partial(service.close, str(error)), on_error=None)
 
 
 def _exit_all() -> None:
