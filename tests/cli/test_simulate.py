@@ -92,7 +92,7 @@ def test_a_link_that_was_measured_is_the_default(tmp_path: Path) -> None:
     assert {row["rate_bits"] for row in rows("--costs", str(path), "--ranks", "2")} == {1e8}
     result = run("--costs", str(path), "--ranks", "2", "--latency", "1ms")
     assert isinstance(result.exception, OptionError)
-    assert "Pass --rate to describe the links, or leave --latency out" in str(result.exception)
+    assert "Leave --latency out, or describe all links" in str(result.exception)
     assert {row["rate_bits"] for row in rows("--costs", str(path), "--latency", "1ms", "--rate", "1gbit")} == {1e9}
 
 
@@ -114,7 +114,7 @@ def test_a_measured_link_of_a_node_has_the_rate_of_all_its_ranks(tmp_path: Path)
     for option, value in (("--per-node", "2"), ("--inner-rate", "1gbit"), ("--inner-latency", "1ms")):
         result = run(*base, option, value)
         assert isinstance(result.exception, OptionError)
-        assert f"Pass --rate to describe the links, or leave {option} out" in str(result.exception)
+        assert f"Leave {option} out, or describe all links" in str(result.exception)
 
 
 SERVER = ("--method", "thc", "--compare", "none", "--strategy", "server", "--ranks", "4", "--rate", "100mbit")
