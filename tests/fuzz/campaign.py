@@ -120,15 +120,18 @@ def peak_bytes() -> int:
 
 @contextlib.contextmanager
 def no_hang() -> Iterator[None]:
-    """Raise in the main thread when the block takes too long."""
+    """Raise in the main thread when the block takes too much time of the processor, or far too much of the clock."""
 
     def alarm(number: int, frame: FrameType | None) -> None:
         raise BrokenPromiseError(f"no end within {HANG_SECONDS} s")
 
-    previous = signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+    timers = (signal.SIGPROF, signal.ITIMER_PROF, HANG_SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, 12 * HANG_SECONDS)
+    previous = [signal.signal(number, alarm) for number, _, _ in timers]
+    for _, timer, seconds in timers:
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        for (number, timer, _), handler in zip(timers, previous, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
