@@ -148,28 +148,34 @@ def add_ends(folder: Path, record: Path) -> None:
     ends = folder / "ends.jsonl"
     if not ends.exists():
         return
-    found: dict[tuple[str, str], Runs] = defaultdict(Runs)
+    found = by_commit(record)
     for line in ends.read_text().splitlines():
         row = json.loads(line)
         found[row["commit"], row["test"]] += ONE[row["ended"]]
-    is_new = not record.exists()
-    with record.open("a", newline="") as file:
+    with record.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
+        writer.writeheader()
         # The commits of a test stay in the order of its runs.
         for (of, test), runs in sorted(found.items(), key=lambda each: each[0][1]):
             writer.writerow({"commit": of, "test": test} | asdict(runs))
     ends.rename(folder / f"counted-{time.time_ns()}.jsonl")
 
 
-def counts(record: Path) -> Counts:
-    """Runs of each test over all sittings."""
-    found: Counts = defaultdict(Runs)
+def by_commit(record: Path) -> dict[tuple[str, str], Runs]:
+    """Runs of each commit and test over all sittings."""
+    found: dict[tuple[str, str], Runs] = defaultdict(Runs)
     if record.exists():
         with record.open(newline="") as file:
             for row in csv.DictReader(file):
-                found[row["test"]] += Runs(**{name: int(row[name]) for name in COLUMNS[2:]})
+                found[row["commit"], row["test"]] += Runs(**{name: int(row[name]) for name in COLUMNS[2:]})
+    return found
+
+
+def counts(record: Path) -> Counts:
+    """Runs of each test over all sittings."""
+    found: Counts = defaultdict(Runs)
+    for (_, test), runs in by_commit(record).items():
+        found[test] += runs
     return found
 
 
