@@ -106,15 +106,18 @@ def test_a_straggler_ends_in_good_order_when_enough_others_have_finished() -> No
 def test_a_straggler_that_another_one_has_ended_the_job_for_has_the_model_of_all() -> None:
     """It is steps behind when the job ends, and everything that it has not applied has arrived."""
     server = ParameterServer(ParameterServerOptions(4))
-    ended = Event()
+    has_joined, ended = Event(), Event()
     found: dict[int, torch.Tensor] = {}
     goes_on: dict[int, bool] = {}
 
     def work(worker: int) -> None:
         with connect(server, gw.JobOptions(worker=worker, workers=4, backups=1)) as client:
+            if worker == 3:
+                has_joined.set()
+            assert has_joined.wait(60)
             for step in range(9 if worker == 2 else 8):
                 backward(client.model, step)
-                if (worker, step) == (3, 2):
+                if worker == 3:  # takes no step before, so that none of the others is left out
                     assert ended.wait(60)
                 goes_on[worker] = client.step()
                 if not goes_on[worker]:
