@@ -1,6 +1,7 @@
 """The adapter for DistributedDataParallel.
 
 - `attach`, `handle`: the public call, and what it returns: averaging of buckets, report, state.
+- `advice`: what a user can do about an error, or about a hook that is never called.
 - `gathered`: the states of all ranks in one document.
 - `hook_slot`, `wrappers`: the module's only communication hook; advice for modules that are not DDP.
 - `optimizers`, `optimizer_state`, `clipping`: whose step commits which residuals; what `gcomp` reads of optimizers.

@@ -10,8 +10,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +23,7 @@ from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
+from gradwire.ddp.advice import advising, what_to_do
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import slot_of
 from gradwire.ddp.momentum import MomentumCheck
@@ -34,7 +34,6 @@ from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger("gradwire")
-_ADVICE = "Create the DDP module again, or end the job and resume from a checkpoint."
 
 
 class Handle(ObservedHandle):
@@ -216,7 +215,7 @@ class Handle(ObservedHandle):
             assert self.autopilot is not None
             self._at_the_end(bucket, first, self._end_rest)
             return self.autopilot.native(bucket)
-        with _advising():
+        with advising():
             return self._average(bucket, first)
 
     def commit_without_optimizer(self) -> None:
@@ -363,7 +362,7 @@ class Handle(ObservedHandle):
         if self.autopilot is not None and self.autopilot.only_compares and not compared:
             return
         started = time.monotonic()
-        with _advising():
+        with advising():
             self.synchronizer.wait()
         self.synchronizer.events.emit(Event("wait", started, time.monotonic() - started))
         if self.synchronizer.state_mismatch:
@@ -379,36 +378,10 @@ class Handle(ObservedHandle):
             self._called = True  # warn once
             logger.warning(
                 "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
-                _what_to_do(ddp),
+                what_to_do(ddp),
             )
         if not self._rests:
             self.synchronizer.commit(names)
-
-
-@contextmanager
-def _advising() -> Iterator[None]:
-    """Add advice about the module to an error that ends a backward pass."""
-    try:
-        yield
-    except SyncError as error:
-        if not error.args[0].endswith(_ADVICE):
-            error.args = (f"{error} {_ADVICE}",)
-        raise
-
-
-def _what_to_do(ddp: DistributedDataParallel) -> str:
-    """Advice for each possible reason why the hook was never called."""
-    advice = ["Call the DDP module, not the model in it."]
-    if not slot_of(ddp).registered:
-        advice.append("Call handle.hook(state, bucket) in the hook that you register, as register=False asks for it.")
-    parameters = torch_private.trained_parameters(ddp)
-    unused = [name for name, parameter in parameters if parameter.grad is None]
-    if 0 < len(unused) < len(parameters):
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        advice.append(f"Use {unused[0]!r}{more} in the loss, or pass find_unused_parameters=True to DDP.")
-    else:
-        advice.append("Convert the model's dtype before DDP wraps it: afterwards DDP no longer sees the gradients.")
-    return " Or: ".join(advice)
 
 
 def _used(grad: torch.Tensor) -> bool:

@@ -63,11 +63,9 @@ class Owner:
         """Names of the module's parameters that it has now: `add_param_group` may have added some."""
         groups = self.optimizer.param_groups
         if len(groups) != self._num_groups:
+            self._num_groups = len(groups)
             ids = (id(each) for group in groups for each in group["params"])
-            self._num_groups, self._names = (
-                len(groups),
-                frozenset(self.known[each] for each in ids if each in self.known),
-            )
+            self._names = frozenset(self.known[each] for each in ids if each in self.known)
         return self._names
 
     def __str__(self) -> str:
