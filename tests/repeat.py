@@ -43,6 +43,16 @@ NOTHING_FAILS = {
 }
 """Promises of the page about jobs in which nothing fails, and such tests of other promises."""
 COLUMNS = ("commit", "test", *ENDS, "passed_since_failure")
+COPIES = "GRADWIRE_REPEAT_COPIES"
+"""Environment variable: how often each form runs in a run of pytest that has this module as a plugin, as JSON."""
+MAX_COPIES = 10
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run each form several times, and all others in between; as a plugin of the processes that run them."""
+    copies = json.loads(os.environ.get(COPIES, "{}"))
+    turns = range(max(copies.values(), default=1))
+    items[:] = [item for turn in turns for item in items if copies.get(item.nodeid, 1) > turn]
 
 
 @dataclass
@@ -208,11 +218,14 @@ def main(
         add_ends(folder, record)
         found = counts(record)
         wanted = needed(collector.names, runs)
-        missing = [name for name in wanted if found[name].passed_since_failure + found[name].skipped < wanted[name]]
-        due = [name for name in missing if name not in recorder.failed]  # what has failed waits for its repair
+        lacks = {name: wanted[name] - found[name].passed_since_failure - found[name].skipped for name in wanted}
+        waiting = recorder.failed  # what has failed waits for its repair
+        due = {name: min(MAX_COPIES, lack) for name, lack in lacks.items() if lack > 0 and name not in waiting}
         if not due:
             break
-        options = ["-n", str(processes), "--dist", "worksteal", "--timeout", "400", "--tb", "short", *chosen[:5], *due]
+        os.environ[COPIES] = json.dumps(due)
+        distribution = ["-n", str(processes), "--dist", "worksteal", "--timeout", "400"]
+        options = ["-p", "tests.repeat", *distribution, "--tb", "short", *chosen[:5], *due]
         if pytest.main(options, plugins=[recorder]) > pytest.ExitCode.TESTS_FAILED:
             break  # Ctrl-C, or pytest cannot go on
     add_ends(folder, record)
