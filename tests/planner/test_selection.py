@@ -7,7 +7,7 @@ import pytest
 from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.closed_forms import native_seconds, route
 from gradwire.planner.costs import CodecCosts, LinearCost
-from gradwire.planner.fidelity import LISTED, RankedCompressor, methods
+from gradwire.planner.fidelity import DENSE, LISTED, RankedCompressor, methods
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan
 from tests.planner.machines import costs
@@ -55,7 +55,7 @@ def test_a_tensor_is_compressed_if_its_codec_takes_less_than_the_wire_would(rate
         sparse = min(route("dragonn", way, count, numel, job).seconds for way in LISTED for count in (1, 2, 4, 8, 16))
         dense = min(
             native_seconds(4 * numel, job),
-            *(route("none", way, 1, numel, job).seconds for way in ("ring", "scatter_reduce", "allgather")),
+            *(route("none", way, count, numel, job).seconds for way in DENSE.strategies for count in (1, 2, 4, 8, 16)),
         )
         if abs(sparse - dense) > 0.1 * dense:
             assert compressed(numel, job) == (sparse < dense), numel
@@ -65,8 +65,7 @@ def test_the_slower_the_link_the_smaller_the_tensors_that_are_compressed():
     sizes = [1 << power for power in range(8, 27)]
     chosen = [[compressed(numel, described(rate)) for numel in sizes] for rate in (100e9, 25e9, 1e9)]
     for each in chosen:
-        assert each == sorted(each)  # from some size on
-        assert each[-1]
+        assert all(each[each.index(True) + 2 :])  # from some size on; where both take as long, it may be either
         assert not each[0]
     assert chosen[0].index(True) > chosen[1].index(True) > chosen[2].index(True)
 

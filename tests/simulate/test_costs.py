@@ -79,6 +79,14 @@ def test_a_merge_takes_in_each_message_and_encodes_the_sum():
     assert seconds == pytest.approx(1e-6 + 3 * 5e-6 + 1e-6 + 2e-6)
 
 
+@pytest.mark.parametrize(("call", "seconds"), [("start", 0), ("merge", 5 / 3 * 1e-6), ("decode", 0)])
+def test_dense_gradients_that_are_added_where_they_are_cost_one_sweep(call, seconds):
+    known = costs(1e-6, add=LinearCost(0.0, 1e-9))
+    prices = PriceList(make("none"), known, torch.float32, in_place=True)
+    found = prices.seconds(work(call, FrameKind.PAYLOAD, FrameKind.PAYLOAD, 3), ((1000,),))
+    assert found == pytest.approx(1e-6 + seconds)
+
+
 def test_the_processor_pays_for_a_frame_once_however_it_is_cut():
     known = costs(1e-6, frame=LinearCost(1e-5, 1e-9))
     prices = PriceList(make("none"), known, torch.float32)

@@ -55,6 +55,7 @@ from gradwire.sync.plan_entry import is_small
 MIN_GAIN = 0.02  # predictions are no more accurate than this
 _DOUBT = 2.0  # what backward hides must be hidden by twice the time, as it slows down codecs on its own processors
 _STEP = 0.002  # relative difference that counts in the search
+_MAX_CHANGES = 40  # times that a plan is changed without making it slower
 _MAX_SCHEDULED = 10_000  # batches of tensors in all schedules of a search, which bounds its time
 
 
@@ -373,17 +374,24 @@ class _Search:
     def _change_most(
         self, picks: list[int], order: Sequence[int], others: Sequence[int], limits: Mapping[float, float]
     ) -> list[int]:
-        """Take the picks of `others` for as many tensors, in this order, as keep within the limits of all slowdowns."""
-        low, high, best = 0, len(order), picks
-        while low < high:
-            count = (low + high + 1) // 2
-            changed = set(order[:count])
+        """Take the picks of `others` for all tensors, in this order, that keep within the limits of all slowdowns.
+
+        Many are tried at once: half as many after a failure, twice as many after a success. A tensor that fails alone
+        keeps its pick.
+        """
+        start, count = 0, len(order)
+        for _ in range(_MAX_CHANGES):
+            if start >= len(order):
+                break
+            changed = set(order[start : start + count])
             trial = [others[i] if i in changed else pick for i, pick in enumerate(picks)]
             if all(self.run(trial, slowdown).finish <= limit for slowdown, limit in limits.items()):
-                low, best = count, trial
+                picks, start, count = trial, start + count, 2 * count
+            elif count > 1:
+                count //= 2
             else:
-                high = count - 1
-        return best
+                start += 1
+        return picks
 
     # -- result ----------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Cost, Costs
 from gradwire.sync.chunk import RANGE_ALIGNMENT
+from gradwire.sync.plan_entry import IN_PLACE
 from gradwire.sync.strategies import STRATEGIES
 
 Kind = Literal["work", "fan", "relay", "chain"]
@@ -162,6 +163,7 @@ class _Range:
     costs: Costs
     fused: float = 1.0  # number of tensors that share a task and a frame
     group: float = 1.0  # number of tensors that share a preliminary round
+    in_place: bool = False  # whether gradients are dense, and added where they are
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
@@ -173,11 +175,11 @@ class _Range:
 
     @property
     def encode(self) -> float:
-        return self.of(self.codec.encode) + self.task
+        return self.task if self.in_place else self.of(self.codec.encode) + self.task
 
     @property
     def decode(self) -> float:
-        return self.of(self.codec.decode) + self.task
+        return self.task if self.in_place else self.of(self.codec.decode) + self.task
 
     @property
     def payload(self) -> float:
@@ -209,6 +211,8 @@ class _Range:
 
     def merge(self, payloads: int) -> float:
         """Seconds to decode payloads and add this rank's own gradient."""
+        if self.in_place:
+            return self.costs.sum_in_place(self.count, payloads) + self.task
         return payloads * self.of(self.codec.merge) + self.of(self.costs.add) + self.task
 
     def accumulate(self, payloads: int, aggregates: int = 0) -> float:
@@ -358,7 +362,8 @@ def route(
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
     group = fused if partitions == 1 else 1
     together = max(1.0, group / shares)
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group), W)
+    in_place = spec == DENSE_NAME and strategy in IN_PLACE
+    legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 
 

@@ -322,6 +322,13 @@ class Costs:
             raise UnknownNameError("measured compressor", spec, self.codecs)
         return self.codecs[spec]
 
+    def sum_in_place(self, count: float, payloads: int) -> float:
+        """Return the seconds to add dense payloads to a rank's own gradient, in one sweep of all of them.
+
+        `add` is the time to read two arrays and to write one.
+        """
+        return (payloads + 2) / 3 * self.add(count)
+
     # -- as a file -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:

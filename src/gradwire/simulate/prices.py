@@ -30,6 +30,7 @@ class PriceList:
         costs: Measured costs.
         dtype: Element type of the gradients.
         fused: Whether the job is a compressed fusion group.
+        in_place: Whether its gradients are dense, and added where they are (`PlanEntry.adds_in_place`).
         served: Costs of its packets, if it travels through an aggregation server.
 
     Raises:
@@ -43,6 +44,7 @@ class PriceList:
         dtype: torch.dtype,
         *,
         fused: bool = False,
+        in_place: bool = False,
         served: ServedPrices | None = None,
     ) -> None:
         self.served = served
@@ -50,6 +52,7 @@ class PriceList:
         self._codec = costs.codec(spec_of(compressor))
         self._costs = costs
         self._dtype = dtype
+        self._in_place = in_place
         self._length_bytes = LENGTH_BYTES if fused else 0
         self._is_fixed = _is_fixed(compressor, self._codec)
 
@@ -112,6 +115,8 @@ class PriceList:
         return min(codec.payload_bytes(spec.numel), self._compressor.max_encoded_bytes(spec))
 
     def _start(self, work: Work, count: int) -> float:
+        if self._in_place:
+            return 0.0
         return self._codec.encode(count) + (self._codec.merge(count) if work.owners else 0.0)
 
     def _part(self, work: Work, count: int) -> float:
@@ -125,6 +130,8 @@ class PriceList:
         return self._codec.merge(count) * pairs.growth(payload, count, work.owners, self._costs.overlap)
 
     def _merge(self, work: Work, count: int) -> float:
+        if self._in_place:
+            return self._costs.sum_in_place(count, work.num_payloads)
         taken = work.num_payloads * self._codec.merge(count)
         return taken + self._costs.add(count) + self._codec.encode(count)
 
@@ -135,6 +142,8 @@ class PriceList:
         return own + (1 + work.num_payloads) * self._codec.merge(count) + self._codec.encode(count)
 
     def _decode(self, work: Work, count: int) -> float:
+        if self._in_place:
+            return 0.0
         if not self._codec.summable:
             return self._codec.decode(count)
         return self._sum_accumulators(work, count) + _cost(self._codec.finalize, count)

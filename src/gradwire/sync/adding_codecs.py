@@ -20,7 +20,6 @@ from gradwire.residuals.transaction import Residuals
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import EMPTY, UNUSED, PayloadCodec, blame, expect_bytes, floats
 from gradwire.sync.job import TensorJob
-from gradwire.sync.plan_entry import PlanEntry
 from gradwire.wire.payload import Payload
 
 
@@ -111,11 +110,6 @@ class DenseCodec(PayloadCodec):
     depend on how a tensor is split.
     """
 
-    @staticmethod
-    def suits(entry: PlanEntry) -> bool:
-        """Whether a tensor can have this codec."""
-        return entry.compressor.dense and entry.feedback == "none" and entry.strategy in ("ring", "scatter_reduce")
-
     def start(self, chunk: Chunk, payloads: Sequence[Payload] = (), stage: int = 0) -> Payload:
         return Payload(self._bytes(chunk)) if self.job.used else UNUSED
 
@@ -170,6 +164,6 @@ def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int,
     kind: type[PayloadCodec] = PayloadCodec
     if isinstance(job.layout.entry.compressor, SummableCompressor):
         kind = AccumulatorCodec
-    elif DenseCodec.suits(job.layout.entry) and not job.layout.flushes:
+    elif job.layout.entry.adds_in_place and not job.layout.flushes:
         kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)

@@ -14,6 +14,7 @@ from gradwire.sync.chunk import RANGE_ALIGNMENT, Chunk, split
 
 MAX_RANGE_ELEMENTS = 1 << 24  # so that several threads can work on a larger share
 MIN_ELEMENTS = 1_024
+IN_PLACE = ("ring", "scatter_reduce")  # strategies in which dense gradients are added where they are
 MIN_KEPT = 16  # elements of a tensor that a sparsifier sends; with 2, a ResNet lost 4 points (docs/sparsification.md)
 
 
@@ -50,6 +51,11 @@ class PlanEntry:
     partitions: int | None = None
     feedback: str = "none"
     batched: bool = False
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether gradients are neither encoded nor decoded (`gradwire.sync.adding_codecs.DenseCodec`)."""
+        return self.compressor.dense and self.feedback == "none" and self.strategy in IN_PLACE
 
     def num_ranges(self, count: int, shares: int) -> int:
         """Number of ranges that `count` elements are cut into.

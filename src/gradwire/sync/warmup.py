@@ -21,7 +21,6 @@ from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.slices import Role
 from gradwire.residuals.transaction import ResidualKey, Residuals
-from gradwire.sync.adding_codecs import DenseCodec
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion import FusionGroup, FusionLayout, is_fused
@@ -92,7 +91,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     kernels.compensate(as_array(grad), 0.5, total.numpy(), total.numpy())
     kernels.cast(total.numpy(), as_array(grad))
     kernels.count_nonfinite(as_array(grad))  # a mean that overflows
-    if DenseCodec.suits(entry):
+    if entry.adds_in_place:
         kernels.weighted_sum([as_array(grad), as_array(grad)], [0.5, 0.5], as_array(grad))
     if isinstance(compressor, SummableCompressor):
         for dtype_of_sum in {entry.accumulator_dtype(stage, world_size) for stage in range(1, world_size)}:
