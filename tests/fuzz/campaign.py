@@ -90,8 +90,8 @@ def run(target: Target, cases: int, seed: int, reproducer: Path | None = None) -
     for attempt in itertools.count():
         if outcome.cases == cases:
             break
-        if attempt % 1000 == 0:  # compiled code does not see the alarm: then at least say where, and end
-            faulthandler.dump_traceback_later(100, exit=True)
+        if attempt % 100 == 0:  # compiled code does not see the alarm: then at least say where, and end
+            faulthandler.dump_traceback_later(300, exit=True)  # by the clock: with low priority, 1,000 took 100 s
         data, start = mutate(corpus, rng, target.framed)
         if data in valid:
             continue
