@@ -56,7 +56,7 @@ def huggingface(
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
 
 
-def lightning(folder: str, *, epochs: list[int], accumulate: int, log_every: int) -> None:
+def lightning(folder: str, *, epochs: list[int], accumulate: int, log_every: int, method: str = "threelc") -> None:
     """Train with Lightning on two ranks, 32 batches each per epoch, and resume; ``logs`` has a version per run.
 
     Args:
@@ -64,11 +64,13 @@ def lightning(folder: str, *, epochs: list[int], accumulate: int, log_every: int
         epochs: Number of epochs in all, at the end of each run.
         accumulate: Batches per step.
         log_every: Interval in steps at which Lightning logs.
+        method: Compressor. ``"gcomp"`` predicts the steps of Adam; the others train with SGD.
     """
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loggers import CSVLogger
     from torch.utils.data import DataLoader, TensorDataset
 
+    from gradwire import Plan
     from gradwire.trainers.lightning import GradwireCallback
 
     class Regressor(LightningModule):
@@ -80,7 +82,7 @@ def lightning(folder: str, *, epochs: list[int], accumulate: int, log_every: int
             return self.model(batch[0], batch[0])["loss"]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+            return (torch.optim.Adam if method == "gcomp" else torch.optim.SGD)(self.parameters(), lr=0.01)
 
     torch.manual_seed(0)
     samples = TensorDataset(torch.randn(NUM_SAMPLES, NUM_FEATURES))
@@ -88,9 +90,10 @@ def lightning(folder: str, *, epochs: list[int], accumulate: int, log_every: int
     for version, limit in enumerate(epochs):
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy="ddp", max_epochs=limit, default_root_dir=folder,
-            callbacks=[GradwireCallback("threelc")], logger=CSVLogger(folder, name="logs", version=version),
-            accumulate_grad_batches=accumulate, log_every_n_steps=log_every, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[GradwireCallback(Plan(method, min_elements=0))],
+            logger=CSVLogger(folder, name="logs", version=version), accumulate_grad_batches=accumulate,
+            log_every_n_steps=log_every, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Regressor(), DataLoader(samples, 1), ckpt_path=str(last) if version else None)
         trainer.save_checkpoint(last)

@@ -1,4 +1,4 @@
-"""The callback of Lightning, with the real package: when it logs."""
+"""The callback of Lightning, with the real package: when it logs, and with a compressor that sees the optimizer."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def test_scalars_are_logged_once_per_interval_of_steps_from_the_first_on(accumul
         assert [int(row["step"]) for row in rows] == ends
         assert [float(row["gradwire/step"]) for row in rows] == ends
         assert all(float(row["gradwire/sent_bytes"]) > 0 for row in rows)
+
+
+def test_gcomp_and_adam_step_by_the_closure_of_lightning(tmp_path: Path) -> None:
+    """Backward runs within `optimizer.step` there, so moments move between the encode and the commit of residuals."""
+    on_two_ranks("lightning", folder=str(tmp_path), epochs=[1, 2], accumulate=1, log_every=16, method="gcomp")
