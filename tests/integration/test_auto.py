@@ -45,6 +45,14 @@ def test_with_momentum_correction_it_is_sgd_with_momentum_whatever_it_chooses() 
 
 
 @pytest.mark.ci
+def test_a_gradient_that_is_not_finite_is_no_sample_of_what_codecs_cost() -> None:
+    for rank in results(launch("auto.overflows", 2)):
+        assert rank["skipped"] == 1
+        assert {"none", "int8", "thc"} <= rank["bytes"].keys()
+        assert all(1 << 9 < nbytes <= 4 << 12 for nbytes in rank["bytes"].values()), rank["bytes"]
+
+
+@pytest.mark.ci
 def test_a_mapping_leaves_the_rest_to_auto() -> None:
     ranks = [outcome.result for outcome in launch("auto.decides_about_the_rest", 2, steps=40)]
     assert len({rank["hash"] for rank in ranks}) == 1

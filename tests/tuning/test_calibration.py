@@ -29,3 +29,14 @@ def test_gcomp_is_measured_with_a_tensor_of_which_the_optimizer_is_known() -> No
         packed.append(found.payload_bytes(SIZES[-1]) / SIZES[-1])
     assert packed[0] < 2.2
     assert packed[1] == pytest.approx(3.4, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("method", "extreme"),
+    [("fp16", 1e5), *((each, torch.inf) for each in ("fp16", "int8", "int8shared", "thc", "threelc", "powersgd"))],
+)
+def test_codecs_are_measured_with_other_numbers_where_they_cannot_send_the_gradient(method: str, extreme: float) -> None:
+    gradient = torch.randn(SIZES[-1], generator=torch.Generator().manual_seed(0))
+    gradient[7] = extreme
+    usual, found = (measure_codec(gw.make(method), SIZES, 0.01, gradient=grad) for grad in (None, gradient))
+    assert found.payload_bytes(SIZES[-1]) == pytest.approx(usual.payload_bytes(SIZES[-1]), rel=0.5)

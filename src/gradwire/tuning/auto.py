@@ -129,6 +129,7 @@ class Autopilot:
         self._calibration = Calibration(synchronizer, largest, self._feedback)
         self._trials = Trials(self, self._calibration.largest, TIMED_STEPS, TIMED_SECONDS)
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
+        self._samples = True  # until codecs are measured
         self._sample: CalibrationSample | None = None  # this rank's gradients
         self._num_steps = 0
         self._rest_steps = 0  # still to come
@@ -188,9 +189,8 @@ class Autopilot:
         if self._figures is not None:  # not at the boundary, where the step would wait until all ranks have answered
             self._answers, self._figures = self._calibration.post(self._figures), None
         timing = self._clock.ready(names, bucket.buffer().nbytes)
-        if self._num_steps == 2 and (self._sample is None or bucket.buffer().numel() > self._sample.grad.numel()):
-            # The very first gradients of some models are zeros.
-            self._sample = self._sampled(bucket, names)
+        if self._samples and self._num_steps > 1:  # the very first gradients of some models are zeros
+            self._sample = self._sampled(bucket, names) or self._sample
         future = submit() if self.current.gradwire else self._native_average(bucket, names)
 
         def arrived(done: Future) -> torch.Tensor:
@@ -218,10 +218,19 @@ class Autopilot:
 
         return HOOKS[self.current.hook](self._group, bucket).then(arrived)
 
-    def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> CalibrationSample:
-        """Copy some of a bucket's gradients, and what gcomp needs with those of its largest tensor."""
-        grad = bucket.buffer()[: SIZES[-1]].detach().to("cpu", torch.float32, copy=True)
+    def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> CalibrationSample | None:
+        """Copy some of a bucket's gradients, and what gcomp needs with those of its largest tensor.
+
+        None if there are no more of them than in the sample so far, or not all are finite, as in the first steps with a
+        GradScaler.
+        """
+        found = bucket.buffer()[: SIZES[-1]]
         name, own = max(zip(names, bucket.gradients(), strict=True), key=lambda pair: pair[1].numel())
+        if found.numel() <= (0 if self._sample is None else self._sample.grad.numel()):
+            return None
+        if not (found.isfinite().all() and own.isfinite().all()):
+            return None
+        grad = found.detach().to("cpu", torch.float32, copy=True)
         aux = {} if self._aux is None or own.dim() < 2 else self._aux(name, ElementRange(0, own.numel()))
         if not aux:
             return CalibrationSample(grad)
@@ -367,7 +376,7 @@ class Autopilot:
     # -- costs -----------------------------------------------------------------------------------------------
 
     def _calibrate(self, timing: Timing) -> Costs:
-        if self._sample is not None:
+        if self._samples:
             self._tell(
                 f"auto: a step by {self.current.name} takes {seconds(timing.step)}. Measuring links and codecs; the "
                 "first time on a machine codecs are compiled, which may take a minute."
@@ -376,7 +385,7 @@ class Autopilot:
             self._specs, self._sample, seldom(lambda text: self._tell(f"auto: {text}")),
             native=timing if self.current == NATIVE else None,
         )  # fmt: skip
-        self._sample = None  # codecs are measured once
+        self._samples, self._sample = False, None  # codecs are measured once
         rate = costs.slowest.seconds_per_byte
         if not self._link / NEW_LINK < rate < self._link * NEW_LINK:
             self._link = rate

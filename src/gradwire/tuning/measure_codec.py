@@ -23,7 +23,7 @@ import torch
 from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
 from gradwire.core.context import Context
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.events import EventStream
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels import active as kernels
@@ -74,7 +74,8 @@ def measure_codec(
             shapes, these are squares of about this size.
         seconds_budget: About how long this may take, without compilation at first use.
         world_size: Number of ranks, on which the width of accumulators depends, and for some compressors the bits.
-        gradient: Gradient, float32, that tensors are cut from; repeated if it is too short. None for random numbers.
+        gradient: Gradient, float32, that tensors are cut from; repeated if it is too short. None for random numbers,
+            which also stand in for a gradient that the compressor cannot send, such as one beyond the range of fp16.
         aux: Values for `Context.aux`. Those as long as `gradient` are cut and repeated with it.
         clock: Clock of the calls. ``time.perf_counter`` includes the time that other ranks take from this core.
         feedback: Residual policy, as `PlanEntry.feedback`. None for the compressor's own.
@@ -88,20 +89,20 @@ def measure_codec(
     ordered = sorted(set(sizes))
     if feedback is None:
         feedback = "none" if compressor.exact else compressor.default_feedback
+    policy, seconds_each = policies.get(feedback), seconds_budget / len(ordered)
+
+    def measure(size: int) -> _Row:
+        grad, of_grad = _shaped(_gradient(size, gradient), compressor), _cut(aux or {}, gradient, size)
+        return _measure_size(compressor, policy, world_size, grad, of_grad, seconds_each, clock)
+
     with single_thread():
-        seconds_each = seconds_budget / len(ordered)
-        rows = [
-            _measure_size(
-                compressor,
-                policies.get(feedback),
-                world_size,
-                _shaped(_gradient(size, gradient), compressor),
-                _cut(aux or {}, gradient, size),
-                seconds_each,
-                clock,
-            )
-            for size in ordered
-        ]
+        try:
+            rows = [measure(size) for size in ordered]
+        except PayloadError:
+            if gradient is None:
+                raise
+            gradient = aux = None
+            rows = [measure(size) for size in ordered]
         spent = {name: Curve.through(ordered, [row.seconds[name] for row in rows]) for name in rows[0].seconds}
         shared = measure_shared(
             PlanEntry(compressor, "allgather", partitions=1, feedback=feedback),
@@ -147,6 +148,8 @@ def _measure_size(
         shared = stats() if compressor.needs_stats else []
         payload = policy.encode(policy.contribution(source), shared)
         residuals.commit()
+    if payload.nonfinite:
+        raise PayloadError(f"{compressor!r} cannot send the gradient that it is measured with.")
     out = torch.empty(grad.numel())
     payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
     calls: dict[str, tuple[Callable[[], object], int]] = {

@@ -72,6 +72,25 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     return found
 
 
+def overflows(rank: int, world_size: int) -> dict[str, Any]:
+    """The second gradient of the last rank is infinite, as a large loss scale makes them. Its step is skipped."""
+    ddp = DistributedDataParallel(nn.Linear(256, 128, bias=False))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    pilot, skipped = handle.autopilot, 0
+    assert pilot is not None
+    for step in itertools.takewhile(lambda _: not pilot.decisions, range(100_000)):
+        optimizer.zero_grad()
+        (ddp(torch.eye(256)).sum() * (torch.inf if (step, rank) == (1, world_size - 1) else 1.0)).backward()
+        if all(parameter.grad.isfinite().all() for parameter in ddp.parameters() if parameter.grad is not None):
+            optimizer.step()
+        else:
+            skipped += 1
+    costs = pilot.decisions[0].costs
+    handle.detach()
+    return {"skipped": skipped, "bytes": {spec: codec.payload_bytes(1 << 12) for spec, codec in costs.codecs.items()}}
+
+
 def corrects_momentum(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     """Dense, by a plan that compresses, and dense again, with momentum 0.9. Gradients do not depend on parameters."""
     torch.manual_seed(0)
