@@ -231,3 +231,12 @@ def test_fused_tensors_have_their_own_bytes(strategy):
     nbytes = whole * job.codec("bit").payload_bytes(4096)
     assert route("bit", strategy, 1, 4096, job, fused=16).wire == pytest.approx(nbytes * 8 / 1e9)
     assert route("bit", strategy, 1, 4096, job).wire == pytest.approx(nbytes * 8 / 1e9)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
+def test_on_one_node_all_messages_take_the_link_within_it(strategy):
+    inside = LinkCosts(1e-6, 1e-10)
+    one_node = costs(4, rate=1e9, ranks_per_node=4, within=inside)
+    same = replace(costs(4), links=(inside,))
+    assert route("none", strategy, 4, 10**6, one_node).legs == route("none", strategy, 4, 10**6, same).legs
+    assert native_seconds(10**6, one_node) == native_seconds(10**6, same)

@@ -20,7 +20,7 @@ from gradwire.tuning.auto import (
     PASSES,
     Autopilot,
 )
-from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.candidates import Candidate, native_step
 from gradwire.tuning.change import SYNC_BOUND, change_of
 from gradwire.tuning.choice import NATIVE_DOUBT, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import BucketTiming, Timing
@@ -86,6 +86,17 @@ def test_half_the_bytes_are_predicted_to_save_half_of_the_links_time(pilot: Auto
         assert NATIVE_FP16 not in found
     else:
         assert found[NATIVE] - found[NATIVE_FP16] == pytest.approx(wire / 2)
+
+
+@pytest.mark.parametrize(("itemsize", "saved"), [(8, 3 / 4), (4, 1 / 2), (2, 0)])
+def test_the_hook_saves_what_a_cast_to_16_bits_does(itemsize: int, saved: float) -> None:
+    timing = replace(TIMING, buckets=(replace(TIMING.buckets[0], itemsize=itemsize),))
+    wire = 2 * 3 / 4 * timing.nbytes * LINK.seconds_per_byte
+    assert native_step(timing, COSTS) - native_step(timing, COSTS, "fp16") == pytest.approx(saved * wire)
+    handle = gw.attach(DistributedDataParallel(nn.Linear(4, 4)), "auto")
+    assert handle.autopilot is not None
+    assert (NATIVE_FP16 in handle.autopilot._predict(table("fp16"), timing, COSTS)) == (saved > 0)
+    handle.detach()
 
 
 def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None:

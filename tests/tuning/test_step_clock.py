@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from gradwire.tuning.step_clock import BucketTiming, StepClock, StepTiming
 
 
@@ -29,7 +31,7 @@ def test_what_the_owner_does_at_the_beginning_is_left_out() -> None:
     clock.begin()
     assert clock.last is None
     time.sleep(0.2)
-    bucket = clock.ready(("a",), 4)
+    bucket = clock.ready(("a",), torch.zeros(1))
     clock.done(bucket)
     clock.begin()
     assert clock.last is not None

@@ -224,7 +224,7 @@ class Prober:
         timing = self._trials.timings[candidate]
         if candidate.gradwire:
             return timing.sent_bytes
-        return ring_bytes(timing.nbytes, world_size) / (2 if candidate.kind == HALF else 1)
+        return ring_bytes(timing.nbytes_of_half if candidate.kind == HALF else timing.nbytes, world_size)
 
 
 def _use(table: PlanTable) -> str:

@@ -90,7 +90,7 @@ class ReplayedSteps:
 
         def timed_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
             parameters = torch_private.bucket_parameters(bucket)
-            timing = self._clock.ready([names[id(parameter)] for parameter in parameters], bucket.buffer().nbytes)
+            timing = self._clock.ready([names[id(parameter)] for parameter in parameters], bucket.buffer())
             return average(bucket).then(lambda future: self._arrived(timing, future))
 
         ddp.register_comm_hook(None, timed_hook)

@@ -72,4 +72,4 @@ class _GradientSteps(ReplayedSteps):
     def _note(self, name: str, parameter: torch.Tensor) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
-        self._clock.ready([name], parameter.nbytes)
+        self._clock.ready([name], parameter)

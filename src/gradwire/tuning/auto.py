@@ -188,7 +188,7 @@ class Autopilot:
         names = tuple(names)
         if self._figures is not None:  # not at the boundary, where the step would wait until all ranks have answered
             self._answers, self._figures = self._calibration.post(self._figures), None
-        timing = self._clock.ready(names, bucket.buffer().nbytes)
+        timing = self._clock.ready(names, bucket.buffer())
         if self._samples and self._num_steps > 1:  # the very first gradients of some models are zeros
             self._sample = self._sampled(bucket, names) or self._sample
         future = submit() if self.current.gradwire else self._native_average(bucket, names)
@@ -202,12 +202,11 @@ class Autopilot:
     def _native_average(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> Future:
         """Run DDP's own all-reduce, and emit the events of a tensor of ours. The bytes are those of a ring."""
         buffer, world_size, events = bucket.buffer(), self._synchronizer.world_size, self._synchronizer.events
-        begun, row, ring_bytes = time.monotonic(), f"bucket {bucket.index()}", 2 * (world_size - 1) * buffer.nbytes
-        detail = {
-            "method": self.current.name, "elements": buffer.numel(), "members": names,
-            "sent_bytes": ring_bytes // world_size // (1 if self.current.kind == FP32 else 2),
-        }  # fmt: skip
-        submit = Event("submit", begun, tensor=row, nbytes=ring_bytes // world_size, detail=detail)
+        begun, row, sends = time.monotonic(), f"bucket {bucket.index()}", 2 * (world_size - 1)
+        itemsize = buffer.element_size() if self.current.kind == FP32 else 2
+        sent_bytes = sends * buffer.numel() * itemsize // world_size
+        detail = {"method": self.current.name, "elements": buffer.numel(), "members": names, "sent_bytes": sent_bytes}
+        submit = Event("submit", begun, tensor=row, nbytes=sends * buffer.nbytes // world_size, detail=detail)
         events.emit(submit)
 
         def arrived(mean: Future) -> torch.Tensor:
@@ -367,7 +366,8 @@ class Autopilot:
     def _predict(self, table: PlanTable, timing: Timing, costs: Costs) -> dict[Candidate, float]:
         """Predict seconds of a step by each candidate."""
         predicted = {self._unchosen: native_step(timing, costs) if self._unchosen == NATIVE else table.dense_step}
-        if not self._given and self._feedback is None and any(method.spec == "fp16" for method in self._methods):
+        is_allowed = not self._given and self._feedback is None and any(each.spec == "fp16" for each in self._methods)
+        if is_allowed and timing.nbytes_of_half < timing.nbytes:
             predicted[NATIVE_FP16] = native_step(timing, costs, "fp16")
         if table.compresses or (self._unchosen == NATIVE and not table.native):
             predicted[Candidate.of(table, given=self._given)] = table.step

@@ -100,7 +100,7 @@ class Calibration:
             say(f"measuring codecs, {number} of {len(missing)}: {spec}")
             self._codecs[spec] = self._slowest(self._measure(spec, sample, self._sizes, _SECONDS_PER_CODEC))
         if self._add is None:
-            self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1))))
+            self._add = _curve(self._sizes, self.largest(_values(measure_add(self._sizes, 0.1, time.perf_counter))))
             self._task = float(self.largest(np.array([measure_task(_TASKS)]))[0])
         costs = Costs(
             *(self._synchronizer.world_size, links.between, dict(self._codecs)), add=self._add, task=self._task,
@@ -120,17 +120,18 @@ class Calibration:
 
     def _native_hop(self, costs: Costs, timing: Timing | None) -> LinkCosts | None:
         """Costs of a hop of DDP's own all-reduce on the links as they are now."""
-        link = costs.slowest
+        link, share = costs.slowest, costs.crossing(to_all=False)  # of a ring's hops, few leave a node of several ranks
         if timing is not None:  # all that it takes in addition to latency counts per byte
             hops = 2 * (costs.world_size - 1)
             waiting = min(hops * link.latency * len(timing.buckets), timing.busy / 2)
             seconds_per_byte = (timing.busy - waiting) * costs.world_size / (hops * max(1, timing.nbytes))
-            self._native = seconds_per_byte, link.seconds_per_byte
+            self._native = seconds_per_byte, share * link.seconds_per_byte
         if self._native is None:
             return None
         seconds_per_byte, link_then = self._native
         # What it lost to other things than the link (processor, small messages) stays when the link changes.
-        now = max(link.seconds_per_byte, seconds_per_byte + link.seconds_per_byte - link_then)
+        link_now = share * link.seconds_per_byte
+        now = max(link_now, seconds_per_byte + link_now - link_then)
         return LinkCosts(link.latency, now)
 
     def largest(self, mine: np.ndarray) -> np.ndarray:

@@ -81,7 +81,7 @@ def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:
     """Predict seconds of a step by DDP's own all-reduce, one bucket after another."""
     finish = 0.0
     for bucket in timing.buckets:
-        nbytes = bucket.nbytes / (1 if hook == "fp32" else 2)
+        nbytes = bucket.nbytes if hook == "fp32" else bucket.nbytes_of_half
         finish = max(finish, bucket.ready) + native_seconds(nbytes, costs)
     return timing.rest + max(timing.backward, finish)
 

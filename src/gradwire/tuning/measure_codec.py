@@ -203,14 +203,14 @@ def _exact_curve(sizes: Sequence[int], nbytes: Sequence[float]) -> Curve:
 # -- the engine --------------------------------------------------------------------------------------------------
 
 
-def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3) -> Curve:
-    """Measure seconds to add a rank's own gradient to a sum, by elements."""
+def measure_add(sizes: Sequence[int] = SIZES, seconds_budget: float = 0.3, clock: Clock = time.thread_time) -> Curve:
+    """Measure seconds to add a rank's own gradient to a sum, by elements. For `clock`, see `measure_codec`."""
     ordered = sorted(set(sizes))
     found = []
     for size in ordered:
         grad, total = _gradient(size, None).numpy(), np.zeros(size, np.float32)
         call = partial(kernels.compensate, grad, 1 / _NUM_MERGED, total, total)
-        found.append(median_seconds(call, seconds_budget / len(ordered)))
+        found.append(median_seconds(call, seconds_budget / len(ordered), clock))
     return Curve.through(ordered, found)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 _OUTLIER = 2.0  # times the median of the steps
 
@@ -31,12 +32,19 @@ class BucketTiming:
         nbytes: Bytes of its gradients.
         ready: When it was handed over.
         done: When its mean arrived; None while that is not known.
+        itemsize: Bytes of an element.
     """
 
     names: tuple[str, ...]
     nbytes: int
     ready: float
     done: float | None = None
+    itemsize: int = 4
+
+    @property
+    def nbytes_of_half(self) -> int:
+        """Bytes of its gradients if they are cast to 16 bits."""
+        return self.nbytes // self.itemsize * 2
 
     @property
     def end(self) -> float:
@@ -118,7 +126,10 @@ class Timing:
     def of(cls, steps: Sequence[StepTiming], figures: np.ndarray) -> Timing:
         """Combine this rank's buckets with the largest `typical` figures of all ranks."""
         step, rest, busy, synchronizing, link, sent_bytes, codec, *ready = figures.tolist()
-        buckets = [BucketTiming(each.names, each.nbytes, at) for each, at in zip(steps[-1].buckets, ready, strict=True)]
+        buckets = [
+            BucketTiming(each.names, each.nbytes, at, itemsize=each.itemsize)
+            for each, at in zip(steps[-1].buckets, ready, strict=True)
+        ]
         return cls(step, rest, busy, synchronizing, link, sent_bytes, codec, tuple(buckets), len(steps))
 
     @property
@@ -130,6 +141,11 @@ class Timing:
     def nbytes(self) -> int:
         """Bytes of all buckets."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def nbytes_of_half(self) -> int:
+        """Bytes of all buckets if they are cast to 16 bits."""
+        return sum(bucket.nbytes_of_half for bucket in self.buckets)
 
 
 def typical(steps: Sequence[StepTiming]) -> np.ndarray:
@@ -176,12 +192,13 @@ class StepClock:
                 self.last = self._step
             self._step = StepTiming()
 
-    def ready(self, names: Sequence[str], nbytes: int) -> BucketTiming:
-        """Note a bucket that is handed over."""
+    def ready(self, names: Sequence[str], gradients: torch.Tensor) -> BucketTiming:
+        """Note a bucket that is handed over, of these parameters."""
         with self._lock:
             if not self._step.buckets:
                 self._origin, self._busy_before = time.monotonic(), self._link_busy()
-            bucket = BucketTiming(tuple(names), nbytes, time.monotonic() - self._origin)
+            now, itemsize = time.monotonic() - self._origin, gradients.element_size()
+            bucket = BucketTiming(tuple(names), gradients.numel() * itemsize, now, itemsize=itemsize)
             self._step.buckets.append(bucket)
             return bucket
 
