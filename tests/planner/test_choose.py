@@ -17,6 +17,8 @@ from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, metho
 from gradwire.planner.options import PlannedTensor, best_alone, options, partition_counts
 from gradwire.planner.schedule import ScheduledTensor
 from gradwire.planner.table import PlanTable
+from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
+from gradwire.sync.plan import Plan
 from tests.planner.machines import METHODS, any_costs, codecs, costs
 
 models = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 0.2)), min_size=1, max_size=5)
@@ -345,3 +347,24 @@ def test_gcomp_is_considered_where_it_was_measured():
 def test_nonsense_is_refused(num_tensors, more, advice):
     with pytest.raises(OptionError, match=advice):
         plan(gradients((1, 0.0))[:num_tensors], costs(), METHODS, **more)
+
+
+def test_dense_velocities_are_encoded_and_decoded():
+    """They are not added where they are (`PlanEntry.adds_in_place`)."""
+    job = costs(4, rate=4e10, codecs={"none": codecs(speed=30)["none"]})
+    tensors = gradients(*((4000, 0.0) for _ in range(4)))
+    without, velocities = (plan(tensors, job, [DENSE], native=(), feedback=each) for each in ("", "momentum"))
+    assert velocities.dense_step > 1.05 * without.dense_step
+    model = SimulatedModel([SimulatedGradient(each.name, each.shape, 0.0) for each in tensors])
+    cluster = Cluster(4, SimulatedLink.measured(job.slowest))
+    for table in (without, velocities):
+        simulated = step(model, Plan.of_entries(table.entries()), cluster, job).seconds
+        assert table.step == pytest.approx(simulated, rel=0.15)
+
+
+def test_exact_compressors_send_every_byte_of_float64():
+    job = costs(rate=1e8)
+    for dtype, spec in ((torch.float32, "lossless"), (torch.float64, "none")):
+        tensor = PlannedTensor("w", (2048, 1024), dtype)
+        (row,) = plan([tensor], job, [RankedCompressor("lossless", EVERYWHERE)], min_elements=0).rows
+        assert row.spec == spec

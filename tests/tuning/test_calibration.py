@@ -11,8 +11,8 @@ import gradwire as gw
 from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.tuning.calibration import Calibration, CalibrationSample
 from gradwire.tuning.candidates import native_step
-from gradwire.tuning.step_clock import BucketTiming, Timing
 from gradwire.tuning.measure_codec import measure_codec
+from gradwire.tuning.step_clock import BucketTiming, Timing
 
 SIZES = (1 << 12, 1 << 14)
 

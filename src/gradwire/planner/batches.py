@@ -40,10 +40,12 @@ class Batches:
     Args:
         costs: Costs of this job.
         small: Tensors that are always batched.
+        in_place: Whether dense gradients may be added where they are.
     """
 
-    def __init__(self, costs: Costs, small: Iterable[PlannedTensor]) -> None:
+    def __init__(self, costs: Costs, small: Iterable[PlannedTensor], in_place: bool = True) -> None:
         self._costs = costs
+        self._in_place = in_place
         self._routes: dict[tuple[str, str, Size], Route] = {}
         self._small: dict[float, Size] = {}  # by the time at which a bucket is ready
         for tensor in small:
@@ -54,7 +56,9 @@ class Batches:
         shares, key = num_shares(strategy, self._costs), (spec, strategy, size)
         if key not in self._routes:
             itemsize = -(-size.nbytes // max(1, size.numel))
-            self._routes[key] = route(spec, strategy, shares, size.numel, self._costs, itemsize)
+            self._routes[key] = route(
+                spec, strategy, shares, size.numel, self._costs, itemsize, in_place=self._in_place
+            )
         return Option(spec, strategy, shares, self._routes[key], batched=True)
 
     def options(self, specs: Sequence[str]) -> list[Option]:

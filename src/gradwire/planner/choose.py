@@ -109,7 +109,7 @@ def plan(
     cast = levels.batch_cast(allowed)
     if feedback:
         allowed, cast = [method.with_momentum_correction() for method in allowed], None
-    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, cast, may_cross_nodes=not feedback)
+    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, cast, velocities=bool(feedback))
     end = max(tensor.ready for tensor in tensors)
     backward = end if backward is None else max(backward, end)
     dense, best = search.dense(), search.best(backward)
@@ -207,12 +207,12 @@ class _Search:
     partitions: Sequence[int] | None
     min_elements: int | None
     cast: str | None = None
-    may_cross_nodes: bool = True
+    velocities: bool = False  # are sent in place of gradients: neither between nodes alone nor added where they are
     _known: dict[tuple[tuple[int, ...], float], Schedule] = field(default_factory=dict)
     _slower: dict[tuple[Route, float], Route] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.may_cross_nodes:
+        if not self.velocities:
             self.methods = [on_nodes(method, self.costs) for method in self.methods]
         others = [method for method in self.methods if method.spec != DENSE.spec]
         smallest = min(self._min_elements(method) for method in others or [DENSE])
@@ -224,13 +224,13 @@ class _Search:
         for tensor, key in zip(self.large, self._keys):
             if key not in known:
                 fitting = [method for method in others if tensor.numel >= self._min_elements(method)]
-                known[key] = options(tensor, self.costs, fitting, self.partitions, key[-1])
+                known[key] = options(tensor, self.costs, fitting, self.partitions, key[-1], not self.velocities)
         self._choices = [known[key] for key in self._keys]
         self._worth: dict[tuple[int, ...], list[int]] = {}
         specs = [DENSE.spec]
         if self.cast is not None and any(_may_be_cast(tensor) for tensor in small):
             specs.append(self.cast)
-        self._batches = Batches(self.costs, small)
+        self._batches = Batches(self.costs, small, not self.velocities)
         self._keys.append(())
         self._choices.append(self._batches.options(specs))
         self._left = max(20 * len(self.large), _MAX_SCHEDULED)

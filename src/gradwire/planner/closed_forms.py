@@ -53,6 +53,7 @@ class Leg:
         latency: Time between leaving the link and arriving.
         messages: Number of messages.
         aside: Total decoding time that waits for no message of this leg.
+        by_all: Whether every rank has the messages of each range, whoever owns it. There is one for each owner then.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class Leg:
     latency: float = 0.0
     messages: int = 1
     aside: float = 0.0
+    by_all: bool = False
 
     @property
     def coding(self) -> float:
@@ -86,6 +88,9 @@ class Leg:
         """
         if self.messages == 0:
             return 0.0
+        if self.by_all:
+            others = max(0.0, load * self.messages - 1) * max(self.wire, self.encode + self.decode)
+            return self.encode + self.wire + self.latency + self.decode + others
         if self.kind in ("work", "chain"):
             return self.messages * (self.encode + self.wire + self.latency + self.decode) + self.aside
         if self.kind == "fan":
@@ -144,7 +149,8 @@ class Route:
         do not overlap: with n turns from codec to link, 1/n of a batch.
         """
         load = self.load if self.batches == 1 else 1.0  # some rank is in every batch
-        busier = max(load * sum(leg.coding for leg in self.legs), sum(leg.busy for leg in self.legs))
+        busy = sum(leg.busy * (load if leg.by_all else 1.0) for leg in self.legs)
+        busier = max(load * sum(leg.coding for leg in self.legs), busy)
         alone = max(sum(leg.seconds(load) for leg in self.legs), busier)
         turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in self.legs)
         if self.batches == 1:
@@ -212,16 +218,20 @@ class _Range:
     def merge(self, payloads: int) -> float:
         """Seconds to decode payloads and add this rank's own gradient."""
         if self.in_place:
-            return self.costs.sum_in_place(self.count, payloads) + self.task
+            return self.costs.sum_in_place(self.count * self.itemsize, payloads) + self.task
         return payloads * self.of(self.codec.merge) + self.of(self.costs.add) + self.task
 
     def accumulate(self, payloads: int, aggregates: int = 0) -> float:
         """Seconds to add payloads and other accumulators to an accumulator."""
-        return payloads * self.of(self.codec.accumulate) + aggregates * self.of(self.costs.add) + self.task
+        return payloads * self.of(self.codec.accumulate) + aggregates * self.add_accumulator + self.task
+
+    @property
+    def add_accumulator(self) -> float:
+        return self.costs.add_bytes(self.of(self.codec.accumulator_bytes))
 
     @property
     def finalize(self) -> float:
-        return self.of(self.costs.add) + self.of(self.codec.finalize) + self.task
+        return self.add_accumulator + self.of(self.codec.finalize) + self.task
 
     def stats(self, ranges: int, members: int | None = None) -> list[Leg]:
         """Return the preliminary round of several ranges, in which each member (every rank) sends to all others.
@@ -239,7 +249,8 @@ class _Range:
         shared = replace(self, fused=self.group)
         each = shared.message("fan", nbytes, peers, crossing=crossing)
         sending = peers * (each.encode + each.decode) + shared.task
-        return [Leg("fan", self.of(self.codec.stats) + sending, each.busy, shared.task, each.latency, ranges)]
+        encode = self.of(self.codec.stats) + sending
+        return [Leg("fan", encode, each.busy, shared.task, each.latency, ranges, by_all=True)]
 
 
 def _scatter_reduce(cost: _Range, W: int) -> list[Leg]:
@@ -326,7 +337,7 @@ FORMS: dict[str, Callable[[_Range, int], list[Leg]]] = {
 
 def route(
     spec: str, strategy: str, partitions: int, numel: int, costs: Costs, itemsize: int = 4, fused: int = 1,
-    codec: CodecCosts | None = None,
+    codec: CodecCosts | None = None, in_place: bool = True,
 ) -> Route:  # fmt: skip
     """Return the route of a tensor.
 
@@ -340,6 +351,7 @@ def route(
         fused: Number of equal tensors, including this one, that are fused (`gradwire.sync.fusion`). Of what those with
             the same owner share, and of the preliminary round that all share, the route has the tensor's part.
         codec: Costs of the compressor for this tensor, where they depend on its shape.
+        in_place: Whether dense gradients may be added where they are. Velocities are not (see `PlanEntry`).
 
     Raises:
         OptionError: The strategy needs a server.
@@ -362,7 +374,7 @@ def route(
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
     group = fused if partitions == 1 else 1
     together = max(1.0, group / shares)
-    in_place = spec == DENSE_NAME and strategy in IN_PLACE
+    in_place = in_place and spec == DENSE_NAME and strategy in IN_PLACE
     legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 

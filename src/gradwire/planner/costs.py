@@ -328,12 +328,16 @@ class Costs:
             raise UnknownNameError("measured compressor", spec, self.codecs)
         return self.codecs[spec]
 
-    def sum_in_place(self, count: float, payloads: int) -> float:
-        """Return the seconds to add dense payloads to a rank's own gradient, in one sweep of all of them.
+    def add_bytes(self, nbytes: float) -> float:
+        """Return the seconds to add arrays of `nbytes`."""
+        return self.add(nbytes / 4)  # which was measured with float32
+
+    def sum_in_place(self, nbytes: float, payloads: int) -> float:
+        """Return the seconds to add dense payloads of `nbytes` to a rank's own gradient, in one sweep of all of them.
 
         `add` is the time to read two arrays and to write one.
         """
-        return (payloads + 2) / 3 * self.add(count)
+        return (payloads + 2) / 3 * self.add_bytes(nbytes)
 
     # -- as a file -------------------------------------------------------------------------------------------
 

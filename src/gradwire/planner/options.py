@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Batches of one range per rank that are tried."""
 _USUAL = TensorSpec((1 << 20,))  # by which accumulators are scaled
-_EXACT = {method.spec for method in LEVELS["exact"]}  # never fused
+EXACT = {method.spec for method in LEVELS["exact"]}
+"""Compressors that are never fused. Of float64, they send every byte."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def options(
     methods: Sequence[RankedCompressor],
     partitions: Sequence[int] | None = None,
     neighbors: int = 1,
+    in_place: bool = True,
 ) -> list[Option]:
     """Return all options of a tensor, dense ones first, in the order of `methods`.
 
@@ -143,25 +146,26 @@ def options(
         methods: Compressors to choose from, the highest fidelity first.
         partitions: Numbers of partitions to try; None for `partition_counts`.
         neighbors: Number of tensors, this one included, that it is batched with, or fused with if it has one partition.
+        in_place: Whether dense gradients may be added where they are.
     """
     found, itemsize, numel = list[Option](), tensor.dtype.itemsize, tensor.numel
     for strategy in DENSE.strategies:
         shares = num_shares(strategy, costs)
-        together = route(DENSE.spec, strategy, shares, numel * neighbors, costs, itemsize)
+        dense = partial(route, DENSE.spec, strategy, costs=costs, itemsize=itemsize, in_place=in_place)
+        together = dense(shares, numel * neighbors)
         found.append(Option(DENSE.spec, strategy, shares, together.scaled(1 / neighbors), batched=True))
         counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
         for count in (count for count in counts if count != shares):
-            found.append(
-                Option(DENSE.spec, strategy, count, route(DENSE.spec, strategy, count, numel, costs, itemsize))
-            )
-    for method in (method for method in methods if method.spec != DENSE.spec):
+            found.append(Option(DENSE.spec, strategy, count, dense(count, numel)))
+    others = [method for method in methods if method.spec != DENSE.spec]
+    for method in (method for method in others if itemsize <= 4 or method.spec not in EXACT):
         codec = codec_for(tensor, method.spec, costs)
         for strategy in method.strategies:
             shares = num_shares(strategy, costs)
             # After a preliminary round all ranks send to one owner at a time: more than a range per rank makes a
             # scatter-reduce slower (8 to 25 % in the simulator).
             most = shares if strategy == "scatter_reduce" and codec.needs_stats else math.inf
-            can_be_fused = strategy in FUSION_STRATEGIES and method.spec not in _EXACT
+            can_be_fused = strategy in FUSION_STRATEGIES and method.spec not in EXACT
             is_fused = can_be_fused and numel <= MAX_RANGE_ELEMENTS
             counts = partition_counts(numel, shares) if partitions is None else sorted(partitions)
             for count in [1] if codec.squares else counts:

@@ -122,6 +122,8 @@ class _Draft:
 
 def _add_leg(draft: _Draft, leg: Leg, scale: float, most: int, after: list[int], load: float) -> list[int]:
     """Add the tasks of a leg. Return those that the next leg waits for."""
+    if leg.by_all:
+        scale, load = load * scale, 1.0
     idle = 1 - load  # share of a rank's time in which it only waits for others
     if leg.kind == "work":
         return [draft.add(CODEC, load * leg.coding * scale, after, idle * leg.coding * scale)]

@@ -12,7 +12,7 @@ from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import pairs
 from gradwire.planner.costs import CodecCosts, Costs, Curve
-from gradwire.planner.options import PlannedTensor, codec_for
+from gradwire.planner.options import EXACT, PlannedTensor, codec_for
 from gradwire.simulate.graphs import Shapes, Work
 from gradwire.simulate.served import ServedPrices
 from gradwire.sync.fusion import LENGTH_BYTES
@@ -54,7 +54,8 @@ class PriceList:
         self._dtype = dtype
         self._in_place = in_place
         self._length_bytes = LENGTH_BYTES if fused else 0
-        self._is_fixed = _is_fixed(compressor, self._codec)
+        sends_all = dtype.itemsize > 4 and spec_of(compressor) in EXACT
+        self._is_fixed = sends_all or _is_fixed(compressor, self._codec)
 
     def seconds(self, work: Work, shapes: Shapes) -> float:
         """Seconds of the processor for a task, the engine's own cost per task included."""
@@ -131,7 +132,7 @@ class PriceList:
 
     def _merge(self, work: Work, count: int) -> float:
         if self._in_place:
-            return self._costs.sum_in_place(count, work.num_payloads)
+            return self._costs.sum_in_place(count * self._dtype.itemsize, work.num_payloads)
         taken = work.num_payloads * self._codec.merge(count)
         return taken + self._costs.add(count) + self._codec.encode(count)
 
@@ -161,8 +162,9 @@ class PriceList:
 
     def _sum_accumulators(self, work: Work, count: int) -> float:
         """Seconds to accumulate payloads, or to add accumulators that arrived."""
-        one = self._costs.add(count) if work.taken is FrameKind.AGGREGATE else _cost(self._codec.accumulate, count)
-        return work.num_payloads * one
+        if work.taken is not FrameKind.AGGREGATE:
+            return work.num_payloads * _cost(self._codec.accumulate, count)
+        return work.num_payloads * self._costs.add_bytes(_cost(self._codec.accumulator_bytes, count))
 
     def _encode_dense(self, work: Work, count: int) -> float:
         return self._costs.codec(DENSE_NAME).encode(count)
