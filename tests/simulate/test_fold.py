@@ -1,5 +1,8 @@
 """One rank for many against all of them."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from gradwire.core.errors import OptionError
@@ -15,6 +18,8 @@ from gradwire.simulate import (
     step,
 )
 from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
+from tests.planner.machines import codecs
 from tests.simulate.costs import costs, model, onebit
 
 LINK = SimulatedLink(1e9, 20e-6)
@@ -52,6 +57,21 @@ def test_fewer_parts_than_ranks_fold_to_nearly_the_same_step(strategy, method, p
         assert one.seconds < all_ranks.seconds < 1.5 * one.seconds
     else:
         assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.25)
+    assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
+    assert one.num_messages == pytest.approx(all_ranks.num_messages)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "scatter_reduce", "allgather"])
+@pytest.mark.parametrize("partitions", [None, 4])
+def test_full_tensors_too_large_to_be_fused_fold_to_nearly_the_same_step(strategy, partitions):
+    """Each travels in one chunk, however many partitions the plan names."""
+    known = replace(KNOWN, codecs=KNOWN.codecs | {"powersgd": replace(codecs()["lanes"], squares=True)})
+    shape = (4096, 4096 + 256)
+    assert math.prod(shape) > MAX_RANGE_ELEMENTS
+    tensors = SimulatedModel([SimulatedGradient(f"w{index}", shape, 0.0) for index in range(64)])
+    plan = Plan({"*": "powersgd"}, strategy=strategy, partitions=partitions)
+    one, all_ranks = (step(tensors, plan, Cluster(8, LINK), known, fold=fold) for fold in (True, False))
+    assert one.seconds == pytest.approx(all_ranks.seconds, rel=0.05)
     assert one.sent_bytes == pytest.approx(all_ranks.sent_bytes)
     assert one.num_messages == pytest.approx(all_ranks.num_messages)
 

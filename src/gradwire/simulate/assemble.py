@@ -164,7 +164,9 @@ def _graphs(job: SimulatedJob, cluster: Cluster, fold: Fold) -> _JobGraphs:
     _, num_chunks = job.num_chunks(world_size)
     entry, count = replace(entry, partitions=num_chunks), entry.range_alignment
     shape = (num_chunks * count,)  # equal chunks
-    members = [FusionMember((count,), index) for index in range(num_chunks)] if job.members else []
+    # A full tensor in one chunk is folded as a fusion group of one tensor.
+    is_grouped = job.members or entry.compressor.requires_full_tensor
+    members = [FusionMember((count,), index) for index in range(num_chunks)] if is_grouped else []
     *graphs, following = (
         graph_of(entry, shape, rank, world_size, ranks_per_node=step, members=members)
         for rank in (*fold.ranks, (fold.ranks[0] + step) % world_size)
@@ -295,7 +297,7 @@ class _Layout:
         if not self._fold.folded:
             return [(work.shapes, 1.0)]
         if work.whole:
-            return [(tuple(member.shape for member in job.members), 1.0)]
+            return [(tuple(member.shape for member in job.members) or (job.shape,), 1.0)]
         return _chunk_shapes(job.shape, job.members, *job.num_chunks(self._cluster.ranks), job.entry.range_alignment)
 
     def _costs(self, job: SimulatedJob, work: Work) -> tuple[float, ...]:

@@ -58,12 +58,14 @@ class PlanEntry:
         return self.compressor.dense and self.feedback == "none" and self.strategy in IN_PLACE
 
     def num_ranges(self, count: int, shares: int) -> int:
-        """Number of ranges that `count` elements are cut into.
+        """Number of ranges that `count` elements are cut into. One if full tensors are required.
 
         Args:
             count: Number of elements.
             shares: Number of ranks that own ranges; 1 if ranges have no owners.
         """
+        if self.compressor.requires_full_tensor:
+            return 1
         if self.partitions is not None:
             return self.partitions
         return shares * max(1, -(-count // MAX_RANGE_ELEMENTS))
@@ -74,9 +76,8 @@ class PlanEntry:
         return max(RANGE_ALIGNMENT, self.compressor.range_alignment)
 
     def chunks(self, count: int, shares: int) -> list[Chunk]:
-        """Cut `count` elements; see `num_ranges`. Some ranges may be empty. One if full tensors are required."""
-        num_ranges = 1 if self.compressor.requires_full_tensor else self.num_ranges(count, shares)
-        return split(count, num_ranges, self.range_alignment)
+        """Cut `count` elements; see `num_ranges`. Some ranges may be empty."""
+        return split(count, self.num_ranges(count, shares), self.range_alignment)
 
     def accumulator_dtype(self, stage: int, world_size: int) -> np.dtype:
         """Element type of the accumulators that leave a stage. On a ring it widens: each hop adds a payload."""
