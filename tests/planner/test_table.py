@@ -13,7 +13,7 @@ from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.planner.table import seconds
 from gradwire.sync.synchronizer import GradientSlice
-from tests.planner.machines import costs
+from tests.planner.machines import METHODS, costs
 from tests.sync.harness import ranks
 
 
@@ -166,3 +166,9 @@ def test_a_table_of_another_model_is_refused_before_anything_is_sent(table):
     for error in found:
         assert isinstance(error, OptionError)
         assert "no entry for 'head.weight'" in str(error)
+
+
+def test_a_single_rank_has_nothing_to_decide():
+    table = plan([PlannedTensor("w", (1000, 1000))], costs(world_size=1), METHODS)
+    assert not table.compresses
+    assert "a single rank exchanges no gradients" in table.verdict()

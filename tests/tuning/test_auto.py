@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
+from gradwire.planner.closed_forms import route
 from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
 from gradwire.tuning.auto import (
     NATIVE,
@@ -20,7 +22,7 @@ from gradwire.tuning.auto import (
     PASSES,
     Autopilot,
 )
-from gradwire.tuning.candidates import Candidate, native_step
+from gradwire.tuning.candidates import Candidate, given_routes, native_step
 from gradwire.tuning.change import SYNC_BOUND, change_of
 from gradwire.tuning.choice import NATIVE_DOUBT, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import BucketTiming, Timing
@@ -99,6 +101,20 @@ def test_the_hook_saves_what_a_cast_to_16_bits_does(itemsize: int, saved: float)
     handle.detach()
 
 
+def test_tensors_that_are_given_share_links_with_those_to_decide_about() -> None:
+    small = [f"a{index}" for index in range(8)]
+    specs = {name: TensorSpec((64, 64)) for name in small} | {"c": TensorSpec((900, 1000)), "d": TensorSpec((9,))}
+    plans = gw.Plan({"a*": "onebit", "c": "onebit", "d": "none"}).given_entries(specs)
+    timing = replace(TIMING, buckets=(BucketTiming(("c", "d"), 4, 0.25), BucketTiming(tuple(small), 4, 0.5)))
+    costs = replace(COSTS, codecs={**COSTS.codecs, "onebit": COSTS.codecs["fp16"]}, task=1e-3)
+    found = {tensor.name: (tensor.ready, route) for tensor, route in given_routes(plans, specs, timing, costs)}
+    assert {name: ready for name, (ready, _) in found.items()} == dict.fromkeys(small, 0.5) | {"c": 0.25, "d": 0.25}
+    alone = route("onebit", plans["a0"].strategy, 1, 64 * 64, costs)
+    assert found["a0"][1].busy < alone.busy, "it shares its tasks with others of its bucket"
+    assert found["c"][1].seconds == route("onebit", plans["c"].strategy, 4, 900_000, costs).seconds
+    assert [tensor.name for tensor, _ in given_routes(plans, specs, timing, COSTS)] == ["d"], "others were not measured"
+
+
 def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None:
     """Ranks compare their replicas in some steps, which then do not rest."""
     passed: list[None] = []
@@ -143,6 +159,7 @@ def test_ddps_own_in_fp16_does_not_lose_against_a_plan_by_its_prediction() -> No
     assert worth_a_trial(planned, 0.99, fastest=1.0) and not worth_a_trial(planned, 1.01, fastest=1.0)
     assert worth_a_trial(NATIVE_FP16, NATIVE_DOUBT - 0.01, fastest=1.0)
     assert not worth_a_trial(NATIVE_FP16, NATIVE_DOUBT, fastest=1.0)
+    assert worth_a_trial(planned, 2.0, fastest=1.0, is_queued=True), "the prediction has what it would save"
 
 
 def test_what_auto_chooses_cannot_be_given() -> None:

@@ -74,6 +74,7 @@ def plan(
     bucket_bytes: float | None = 25 << 20,
     native: Sequence[str] = ("fp32",),
     feedback: str = "",
+    given: Sequence[tuple[PlannedTensor, Route]] = (),
 ) -> PlanTable:
     """Plan a model.
 
@@ -94,6 +95,7 @@ def plan(
             time are one.
         native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook).
         feedback: Momentum correction of all tensors; see `gradwire.planner.table.PlanTable.feedback`.
+        given: Further tensors with their routes. They are not planned, but share codec and link with those that are.
 
     Raises:
         OptionError: There are no tensors, or a number is out of range.
@@ -109,13 +111,15 @@ def plan(
     cast = levels.batch_cast(allowed)
     if feedback:
         allowed, cast = [method.with_momentum_correction() for method in allowed], None
-    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, cast, velocities=bool(feedback))
-    end = max(tensor.ready for tensor in tensors)
+    jobs = [ScheduledTensor(tensor.ready, route) for tensor, route in given]
+    search = _Search(_ordered(tensors), costs, allowed, partitions, min_elements, cast, bool(feedback), jobs)
+    everything = _ordered([*tensors, *(tensor for tensor, _ in given)])
+    end = everything[-1].ready
     backward = end if backward is None else max(backward, end)
     dense, best = search.dense(), search.best(backward)
     if not search.compresses(best):
         dense = best
-    rivals = natives(buckets_of(search.tensors, bucket_bytes), costs, native)
+    rivals = natives(buckets_of(everything, bucket_bytes), costs, native)
     dense_finish, best_finish = (max(backward, search.run(picks).finish) for picks in (dense, best))
     least = min([dense_finish, *(max(backward, rival.finish) for rival in rivals.values())])
     if rest + best_finish > (1 - min_gain) * (rest + least):
@@ -208,6 +212,7 @@ class _Search:
     min_elements: int | None
     cast: str | None = None
     velocities: bool = False  # are sent in place of gradients: neither between nodes alone nor added where they are
+    given: Sequence[ScheduledTensor] = ()  # in every schedule
     _known: dict[tuple[tuple[int, ...], float], Schedule] = field(default_factory=dict)
     _slower: dict[tuple[Route, float], Route] = field(default_factory=dict)
 
@@ -254,6 +259,7 @@ class _Search:
                     for batch, size in self._sizes(picks).items()]  # fmt: skip
             jobs += [ScheduledTensor(tensor.ready, option.route)
                      for tensor, option in self._large(picks) if not option.batched]  # fmt: skip
+            jobs += self.given
             jobs.sort(key=lambda job: job.ready)
             if slowdown != 1:
                 jobs = [job._replace(route=self._scaled(job.route, slowdown)) for job in jobs]

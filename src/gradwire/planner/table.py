@@ -117,6 +117,8 @@ class PlanTable:
 
     def verdict(self) -> str:
         """Return the decision in a sentence or two."""
+        if self.world_size == 1:
+            return "There is nothing to decide: a single rank exchanges no gradients."
         dense = min(self.dense_step, self.native_step)
         by = (
             "gradwire, dense"

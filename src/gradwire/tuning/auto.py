@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradwire.compressors.base.registry import names, spec_of
 from gradwire.core import torch_private
 from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange, TensorSpec
@@ -131,6 +132,7 @@ class Autopilot:
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
         self._samples = True  # until codecs are measured
         self._sample: CalibrationSample | None = None  # this rank's gradients
+        self._is_queued = False  # see `worth_a_trial`
         self._num_steps = 0
         self._rest_steps = 0  # still to come
         self._rested = 0  # steps that are not in the report yet
@@ -188,6 +190,7 @@ class Autopilot:
         names = tuple(names)
         if self._figures is not None:  # not at the boundary, where the step would wait until all ranks have answered
             self._answers, self._figures = self._calibration.post(self._figures), None
+        self._is_queued |= bucket.buffer().device.type != "cpu"
         timing = self._clock.ready(names, bucket.buffer())
         if self._samples and self._num_steps > 1:  # the very first gradients of some models are zeros
             self._sample = self._sampled(bucket, names) or self._sample
@@ -269,13 +272,15 @@ class Autopilot:
         (table,) = plan_tables(
             self._synchronizer, self._tensors, timing, costs, self._methods, fidelity=self.fidelity,
             min_elements=self._min_elements, native=() if self._unchosen.gradwire else ("fp32",),
-            feedback=self._feedback or "",
+            feedback=self._feedback or "", given=self._given,
         )  # fmt: skip
         predicted = self._predict(table, timing, costs)
         self._trials.timings = timings = {self.current: timing}
         for candidate in sorted(predicted, key=lambda each: (predicted[each], each.name)):
             fastest = min(each.step for each in timings.values())
-            if candidate not in timings and worth_a_trial(candidate, predicted[candidate], fastest):
+            if candidate in timings:
+                continue
+            if worth_a_trial(candidate, predicted[candidate], fastest, self._is_queued):
                 yield from self._trials.run(candidate)
         yield from self._trials.compare(CLOSE, TURNS, lambda steps: choose(steps, margin))
         measured = {candidate: each.step for candidate, each in timings.items()}
@@ -393,9 +398,10 @@ class Autopilot:
 
     @property
     def _specs(self) -> list[str]:
-        """Compressors to measure: those that a tensor is large enough for, and the casts of small ones."""
+        """Compressors to measure: those that a tensor is large enough for or has, and the casts of small ones."""
         shapes = [spec.shape for spec in self._tensors.values()]
-        return [
+        given = {spec_of(entry.compressor) for entry in self._given.values() if entry.compressor.name in names()}
+        return sorted(given) + [
             method.spec
             for method in self._methods
             if method.spec in (*levels.CASTS, levels.DENSE.spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from gradwire.compressors.base.registry import spec_of
 from gradwire.core import torch_private
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan, uniform
-from gradwire.planner.closed_forms import native_seconds
+from gradwire.planner.closed_forms import Route, native_seconds, route
 from gradwire.planner.costs import Costs
 from gradwire.planner.fidelity import RankedCompressor
+from gradwire.planner.options import codec_for, num_shares
+from gradwire.sync.fusion import is_fused
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer
@@ -94,6 +98,27 @@ def planned_tensors(specs: Mapping[str, TensorSpec], timing: Timing) -> list[Pla
     ]
 
 
+def given_routes(
+    given: Mapping[str, PlanEntry], specs: Mapping[str, TensorSpec], timing: Timing, costs: Costs
+) -> list[tuple[PlannedTensor, Route]]:
+    """Return the tensors that have an entry already, with their routes. One that was not measured has none."""
+    tensors = {each.name: each for each in planned_tensors(specs, timing) if each.name in given}
+    known = {name: given[name] for name in tensors if spec_of(given[name].compressor) in costs.codecs}
+
+    def group(name: str) -> object:
+        entry, tensor = known[name], tensors[name]
+        return (tensor.ready, repr(entry.compressor), entry.strategy) if is_fused(entry, tensor.numel) else name
+
+    sizes, found = Counter(map(group, known)), []
+    for name, entry in known.items():
+        tensor, spec, shares = tensors[name], spec_of(entry.compressor), num_shares(entry.strategy, costs)
+        found.append((tensor, route(
+            spec, entry.strategy, entry.num_ranges(tensor.numel, shares), tensor.numel, costs, tensor.dtype.itemsize,
+            fused=sizes[group(name)], codec=codec_for(tensor, spec, costs), in_place=entry.adds_in_place,
+        )))  # fmt: skip
+    return found
+
+
 def plan_tables(
     synchronizer: Synchronizer,
     specs: Mapping[str, TensorSpec],
@@ -106,6 +131,7 @@ def plan_tables(
     native: Sequence[str] = ("fp32",),
     alone: Sequence[RankedCompressor] = (),
     feedback: str = "",
+    given: Mapping[str, PlanEntry] = MappingProxyType({}),
 ) -> list[PlanTable]:
     """Plan on rank 0, and share the plans with all ranks.
 
@@ -120,6 +146,7 @@ def plan_tables(
         native: See `gradwire.planner.plan`.
         alone: Compressors to plan with one at a time.
         feedback: See `gradwire.planner.plan`.
+        given: Entries of other tensors of the synchronizer, which share links and processors with those of `specs`.
 
     Returns:
         The level's plan, then one plan per compressor of `alone`, the fastest first.
@@ -130,6 +157,7 @@ def plan_tables(
         level = plan(
             tensors, costs, methods, fidelity=fidelity, min_elements=min_elements, rest=timing.rest,
             bucket_bytes=None, native=native, feedback=feedback,
+            given=given_routes(given, synchronizer.tensors, timing, costs),
         )  # fmt: skip
         singles = [
             uniform(tensors, costs, method, min_elements=min_elements, rest=timing.rest, bucket_bytes=None)

@@ -53,13 +53,20 @@ def margin(candidate: Candidate) -> float:
     return MIN_PLAN_GAIN if candidate.gradwire else MIN_GAIN
 
 
-def worth_a_trial(candidate: Candidate, predicted: float, fastest: float) -> bool:
+def worth_a_trial(candidate: Candidate, predicted: float, fastest: float, is_queued: bool = False) -> bool:
     """Whether a candidate may turn out faster than the fastest that was timed.
 
     A plan is slower than predicted more often than not, DDP's own all-reduce faster. The latter has the higher
     fidelity and must not lose by a prediction alone.
+
+    Args:
+        candidate: The candidate.
+        predicted: Predicted seconds of a step.
+        fastest: Seconds of a step by the fastest so far.
+        is_queued: Whether the predictions rest on means that counted as arrived when they were queued, as on an
+            accelerator. They contain the time of DDP's all-reduce then, and only a trial tells.
     """
-    return predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)
+    return is_queued or predicted < fastest * (1.0 if candidate.gradwire else NATIVE_DOUBT)
 
 
 @dataclass(frozen=True)

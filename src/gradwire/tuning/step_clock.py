@@ -5,7 +5,7 @@ pass, so it includes what the training script does in between. Work between `Ste
 left out.
 
 Differences: on an accelerator a future completes when its work is queued. `StepTiming.finish` is then too early, and
-the remainder of the step counts as rest.
+the remainder of the step counts as rest. So `auto` tries each candidate there, whatever is predicted.
 """
 
 # Shapes: B = buckets
