@@ -60,6 +60,7 @@ def gpu_costs(*specs: str, host: Costs, ranks: int) -> Costs:
         codecs={DENSE_NAME: staged, **{spec: device_costs(spec, ranks) for spec in specs}},
         add=LinearCost(OPERATION_SECONDS, 12 / MEMORY_BYTES_A_SECOND),
         frame=LinearCost(host.frame(0), 0.0),
+        in_place=False,
         made_by=f"counted device code, assumed times; tasks and frames: {host.made_by}",
     )
 

@@ -374,7 +374,7 @@ def route(
     count = min(numel, -(-blocks // partitions) * RANGE_ALIGNMENT)
     group = fused if partitions == 1 else 1
     together = max(1.0, group / shares)
-    in_place = in_place and spec == DENSE_NAME and strategy in IN_PLACE
+    in_place = in_place and costs.in_place and spec == DENSE_NAME and strategy in IN_PLACE
     legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place), W)
     return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
 

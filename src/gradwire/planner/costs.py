@@ -258,6 +258,8 @@ class Costs:
         within: Link between two ranks of a node; None where nodes have one rank.
         overlap: How far ranks send the same positions, where payloads list positions: from 0, if they are independent,
             to 1, if they are equal.
+        in_place: Whether dense gradients are where they can be added. If not, as on an accelerator, the costs of
+            ``"none"`` include copies to the host and back.
         made_by: Where and how this was measured, for the reader.
     """
 
@@ -272,10 +274,13 @@ class Costs:
     ranks_per_node: int = 1
     within: LinkCosts | None = None
     overlap: float = 0.0
+    in_place: bool = True
     made_by: str = ""
 
     def __post_init__(self) -> None:
         _expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
+        if type(self.in_place) is not bool:
+            raise OptionError(f"in_place is true or false, not {self.in_place!r}.")
         for name in ("world_size", "ranks_per_node"):
             if type(getattr(self, name)) is not int:
                 raise OptionError(f"{name} is a whole number of ranks, not {getattr(self, name)!r}.")

@@ -57,7 +57,12 @@ def jobs_of(model: SimulatedModel, plan: Plan, cluster: Cluster, costs: Costs) -
         dtype = first.gradient.dtype
         served = ServedPrices(entry.compressor, dtype, cluster) if entry.strategy == SERVER else None
         prices = PriceList(
-            entry.compressor, costs, dtype, fused=bool(members), in_place=entry.adds_in_place, served=served
+            entry.compressor,
+            costs,
+            dtype,
+            fused=bool(members),
+            in_place=costs.in_place and entry.adds_in_place,
+            served=served,
         )
         rotation = 0 if entry.batched and entry.strategy == "ring" else first.rotation  # as `DenseGroup.of`
         jobs.append(SimulatedJob(name, shape, entry, ready, rotation, prices, members))
