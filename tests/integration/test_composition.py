@@ -134,3 +134,9 @@ def test_unused_parameters_keep_their_residual_however_gradients_are_cleared(of_
     other, owner = (rank["unused"] for rank in of_two)
     assert owner == {key: [None] * 6 for key in keys}  # of the one compressed tensor of the branch
     assert other == {key: [True] * 6 for key in keys}
+
+
+@pytest.mark.ci
+def test_other_default_types_and_devices_change_no_bit() -> None:
+    for rank in results(launch("defaults.changes_them", 2)):
+        assert all(len(set(hashes)) == 1 for hashes in rank.values()), rank

@@ -36,6 +36,7 @@ import torch
 from gradwire.aggregator.request import Reply
 from gradwire.aggregator.service import AggregatorConnection, num_statistics
 from gradwire.compressors.base import LookupCompressor
+from gradwire.core import host
 from gradwire.core.events import Event
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
@@ -149,7 +150,7 @@ class ServedCodec(AccumulatorCodec):
             out.fill_(torch.nan)
             return
         num_late = self._settle_late(chunk, reply)
-        mean = out if out.dtype == torch.float32 else torch.empty(chunk.count)
+        mean = out if out.dtype == torch.float32 else host.empty(chunk.count)
         was_scaled = self._write(chunk, reply, mean)
         if mean is not out:
             kernels.cast(mean.numpy(), as_array(out))
@@ -199,7 +200,7 @@ class ServedCodec(AccumulatorCodec):
         size = self._lookup.accumulator_size(self.layout.spec(chunk))
         own_sum = np.zeros(size, self._lookup.accumulator_dtype(self.world_size))
         self._lookup.accumulate(self._sent[chunk.index], context, own_sum)
-        sent = self._lookup.finalize(own_sum, 1, context, stats, torch.empty(chunk.count)).numpy()
+        sent = self._lookup.finalize(own_sum, 1, context, stats, host.empty(chunk.count)).numpy()
         own = self._own(chunk)
         assert own is not None, "it has sent something"
         self._policy.restore_late(own, sent, late)

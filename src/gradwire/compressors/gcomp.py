@@ -37,7 +37,7 @@ from gradwire.compressors.base.registry import register
 from gradwire.compressors.none import ARRAY_DTYPES, convert
 from gradwire.compressors.support.float_packing import HEADER, HEADER_BYTES, KIND, MAGIC, FloatPacking
 from gradwire.compressors.support.gcomp_metric import guard
-from gradwire.core import buffers
+from gradwire.core import buffers, host
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError, StateMismatchError
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
@@ -149,7 +149,7 @@ class GComp(FloatPacking):
         if not payload.nonfinite:
             return super()._elements(payload, ctx, dtype, target, fits)
         self._expect_bytes(payload, 0)
-        return as_array(torch.full((target.size,), torch.nan, dtype=dtype))
+        return as_array(host.empty(target.size, dtype).fill_(torch.nan))
 
     def decode_sum(
         self, payloads: Sequence[Payload], ctxs: Sequence[Context], out: torch.Tensor, stats: Sequence[np.ndarray] = ()

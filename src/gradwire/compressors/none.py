@@ -19,7 +19,7 @@ from gradwire.compressors.base import Compressor, FeedbackName
 from gradwire.compressors.base.array import start_residual
 from gradwire.compressors.base.contract import compensate
 from gradwire.compressors.base.registry import register
-from gradwire.core import buffers
+from gradwire.core import buffers, host
 from gradwire.core.context import Context
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec, as_array
 from gradwire.kernels import active as kernels
@@ -27,7 +27,7 @@ from gradwire.wire.fields import Reader
 from gradwire.wire.payload import Payload
 
 _CHUNK = 1 << 15  # elements of a sum that stay in a core's cache while all ranks are added
-ARRAY_DTYPES = {dtype: as_array(torch.empty(0, dtype=dtype)).dtype for dtype in ELEMENT_TYPES}
+ARRAY_DTYPES = {dtype: as_array(host.empty(0, dtype)).dtype for dtype in ELEMENT_TYPES}
 
 
 @register

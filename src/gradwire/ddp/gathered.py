@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.core import host
 from gradwire.core.errors import NO_TENSOR, OptionError, SyncError
 
 GATHERED_VERSION = 1
@@ -67,13 +68,13 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta, ra
         work.wait(timeout)
 
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    finish(dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group, async_op=True))
+    finish(dist.all_gather(sizes, host.tensor([mine.numel()], torch.int64).to(device), group=group, async_op=True))
     counts = [int(size) for size in sizes]
     takes = group.rank() == 0 or not rank0_only
-    found = [torch.empty(count, dtype=torch.uint8) for count in counts] if takes else []
+    found = [host.empty(count, torch.uint8) for count in counts] if takes else []
     for start in range(0, max(counts), _PIECE_BYTES):
         size = min(_PIECE_BYTES, max(counts) - start)
-        piece = torch.zeros(size, dtype=torch.uint8)
+        piece = host.zeros(size, torch.uint8)
         own = mine[start : start + size]
         piece[: own.numel()] = own
         pieces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in counts] if takes else None

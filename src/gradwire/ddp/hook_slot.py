@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core import torch_private
+from gradwire.core import host, torch_private
 from gradwire.core.errors import AttachError
 from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.ddp.wrappers import advice_on
@@ -56,7 +56,7 @@ class HookSlot:
         group = ddp.process_group  # may have been replaced since
         if torch_private.divides_by_active_ranks(ddp):  # DDP does this only without a hook
             if bucket.index() == 0:
-                self._active = torch.tensor([float(torch_private.in_backward())], device=ddp.device)
+                self._active = host.tensor([float(torch_private.in_backward())]).to(ddp.device)
                 dist.all_reduce(self._active, group=group)
             bucket.buffer().mul_(group.size() / self._active.item())
         return allreduce_hook(group, bucket)

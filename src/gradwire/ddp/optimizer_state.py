@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradwire.compressors.support.gcomp_metric import RULES, Numbers
+from gradwire.core import host
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import ElementRange
 from gradwire.core.torch_private import in_bucket_order
@@ -119,10 +120,10 @@ class OptimizerState:
         return {
             "parameter": _slice(parameter, parameter, elements),
             **slices,
-            "numbers": torch.tensor(numbers, dtype=torch.float32),
-            "loss_scale": torch.tensor(self.loss_scale),
-            "clipped": torch.tensor(self.clipped),
-            "common": torch.tensor(self.common),
+            "numbers": host.tensor(numbers),
+            "loss_scale": host.tensor(self.loss_scale),
+            "clipped": host.tensor(self.clipped, torch.bool),
+            "common": host.tensor(self.common, torch.bool),
         }
 
     def _group(self, name: str) -> dict[str, Any]:

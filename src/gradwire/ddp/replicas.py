@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.core import torch_private
+from gradwire.core import host, torch_private
 from gradwire.core.errors import NO_TENSOR, DisagreementError, OptionError, SyncError
 from gradwire.ddp.gathered import device_of
 from gradwire.ddp.optimizers import Optimizers
@@ -155,7 +155,7 @@ class _Copies:
         if isinstance(value, torch.Tensor):
             self.tensor(value)
             return value
-        number = torch.tensor(float(value), dtype=torch.float64)
+        number = host.tensor(float(value), torch.float64)
         self.tensor(number)
         return type(value)(number.item())
 

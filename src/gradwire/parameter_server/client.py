@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from gradwire.compressors.base.arguments import names_unknown_arguments
+from gradwire.core import host
 from gradwire.core.errors import AttachError, OptionError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import note_step
@@ -212,10 +213,10 @@ class ParameterClient:
         The entry ``"gradwire.step"`` is the number of steps of the job so far.
         """
         self.wait()
-        state = {_STEP: torch.tensor(self._step)}
+        state = {_STEP: host.tensor(self._step, torch.int64)}
         for name, placed in self._placed.items():
             if any(slot.residual is not None for _, _, slot in placed):
-                state[name] = torch.zeros(self._parameters[name].shape)
+                state[name] = host.zeros(self._parameters[name].shape)
         for chunk, slot in self._chunks():
             if slot.residual is not None:
                 chunk.write(torch.from_numpy(slot.residual), state)
@@ -235,7 +236,7 @@ class ParameterClient:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
         state = dict(state)
-        step = int(state.pop(_STEP, torch.tensor(sys.maxsize)))
+        step = int(state.pop(_STEP, host.tensor(sys.maxsize, torch.int64)))
         for name, residual in state.items():
             if name not in self._placed or residual.shape != self._parameters[name].shape:
                 raise OptionError(
@@ -249,7 +250,7 @@ class ParameterClient:
             if slot.has_pushed_since(step):
                 applied |= loaded.keys() & chunk.parameters
             elif loaded.keys() & chunk.parameters:
-                residuals = {name: torch.zeros(self._parameters[name].shape) for name in chunk.parameters}
+                residuals = {name: host.zeros(self._parameters[name].shape) for name in chunk.parameters}
                 if slot.residual is not None:
                     chunk.write(torch.from_numpy(slot.residual), residuals)
                 slot.residual = chunk.of(residuals | loaded).reshape(-1).numpy().copy()

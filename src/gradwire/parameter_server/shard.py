@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradwire.core import host
 from gradwire.core.errors import FrameError, OptionError, PayloadError
 from gradwire.core.spec import TensorSpec, as_array
 from gradwire.kernels import active as kernels
@@ -96,7 +97,7 @@ class ParameterShard:
         try:
             for number, dimensions, dtype in config.kinds:
                 spec = TensorSpec((1,) * dimensions, getattr(torch, dtype))
-                parameter = torch.nn.Parameter(torch.ones(spec.shape, dtype=spec.dtype))
+                parameter = torch.nn.Parameter(host.ones(spec.shape, spec.dtype))
                 optimizer = self._new_optimizer(config.optimizer, parameter, _plain_group(first[number]))
                 for group in (first[number], groups[number], groups[number]):
                     optimizer.param_groups[0].update(_plain_group(group))
@@ -186,7 +187,7 @@ class ParameterShard:
     def _mean(self, tensor: int, step: int, pushes: Mapping[int, Payload | None]) -> torch.Tensor:
         config = self.config.tensors[tensor]
         payloads = {worker: payload for worker, payload in sorted(pushes.items()) if payload is not None}
-        total = torch.zeros(config.shape)
+        total = host.zeros(config.shape)
         if payloads:
             contexts = [push_context(self.config, tensor, worker, step) for worker in payloads]
             config.push_compressor.decode_sum(list(payloads.values()), contexts, total)

@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from gradwire.core import host
 from gradwire.core.errors import FrameError
 from gradwire.core.spec import TensorSpec, as_array, as_tensor
 from gradwire.parameter_server.session import TrainingConfig
@@ -257,7 +258,7 @@ class ParameterSlot:
 
 def values_of(body: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """Values from the body of a MODEL frame, which has the right length."""
-    values = torch.empty(spec.shape, dtype=spec.dtype)
+    values = host.empty(spec.shape, spec.dtype)
     values.reshape(-1).view(torch.uint8).numpy()[:] = body
     return values
 

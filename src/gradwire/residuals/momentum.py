@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from gradwire.compressors.base import Compressor, options
+from gradwire.core import host
 from gradwire.core.errors import OptionError
 from gradwire.core.optimizers import optimizers_of
 from gradwire.core.spec import as_array
@@ -144,7 +145,7 @@ class MomentumCorrection(ErrorFeedback):
             return FLUSH.encode(source, stats)
         payload = super().encode(source, stats)
         if self._masks(compressor) and key.role == "local" and not payload.nonfinite:
-            sent = compressor.decode(payload, ctx, out=torch.empty(key.range.count), stats=stats)
+            sent = compressor.decode(payload, ctx, out=host.empty(key.range.count), stats=stats)
             velocity = residuals.stage(replace(key, role="velocity"))
             np.copyto(velocity, np.float32(0), where=self._selected(source, as_array(sent)))
         return payload

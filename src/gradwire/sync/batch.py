@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from gradwire.compressors.base import Compiled
 from gradwire.compressors.base.array import scratch
+from gradwire.core import host
 from gradwire.core.context import Context, key_words
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import TensorSpec, as_array
@@ -83,7 +83,7 @@ class BatchCodec:
         self._feedback = policy.keeps_residuals(group.layout.entry.compressor)
         self._places = np.array([tensor.data_ptr() for tensor in group.tensors], np.uint64)
         self._own_places = self._places * np.array(group.used, np.uint64)
-        self._like = as_input(as_array(torch.empty(0, dtype=group.layout.dtype)))
+        self._like = as_input(as_array(host.empty(0, group.layout.dtype)))
         self._decode_sum = np.uint64(groups.decoder(compiled.decode_sum))
 
     @staticmethod

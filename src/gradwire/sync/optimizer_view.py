@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from gradwire.core import host
 from gradwire.core.spec import ElementRange
 
 OptimizerSlices = Callable[[str, ElementRange], Mapping[str, torch.Tensor]]
 """Slices of parameter and optimizer state, by parameter name and element range: `Context.aux`."""
 
-_NOT_COMMON = {"common": torch.tensor(False)}
+_NOT_COMMON = {"common": host.tensor(False, torch.bool)}
 
 
 class OptimizerView(NamedTuple):

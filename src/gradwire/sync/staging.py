@@ -68,7 +68,8 @@ class Staging:
             flat = torch.cat(tensors)  # one call: for small tensors, calls take longer than bytes
             pieces = torch.split(flat, sizes)
         else:
-            flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=self._device is not None)
+            is_pinned = self._device is not None
+            flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu", pin_memory=is_pinned)
             pieces = [piece.view(tensor.shape) for tensor, piece in zip(tensors, torch.split(flat, sizes))]
             with torch.cuda.stream(self._stream):  # no effect without a stream
                 for tensor, piece in zip(tensors, pieces):

@@ -14,6 +14,7 @@ import torch
 
 from gradwire.compressors.base import StatefulCompressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
+from gradwire.core import host
 from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec, as_array
 from gradwire.kernels import active as kernels
@@ -57,8 +58,8 @@ def warm_up(tensors: Iterable[tuple[PlanEntry, torch.dtype]], world_size: int = 
 
 def _aux(spec: TensorSpec) -> dict[str, torch.Tensor]:
     """Return `Context.aux` as from an optimizer with two moments."""
-    moments = {name: torch.ones(spec.shape, dtype=spec.dtype) for name in ("parameter", "first", "second")}
-    return moments | {"numbers": torch.ones(8), "loss_scale": torch.tensor(1.0), "common": torch.tensor(True)}
+    moments = {name: host.ones(spec.shape, spec.dtype) for name in ("parameter", "first", "second")}
+    return moments | {"numbers": host.ones(8), "loss_scale": host.tensor(1.0), "common": host.tensor(True, torch.bool)}
 
 
 def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
@@ -68,7 +69,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     aux = _aux(spec) if compressor.needs_optimizer else {}
     context = Context("warm up", world_size=world_size, spec=spec, aux=aux)
     policy, residuals = policies.get(entry.feedback), Residuals()
-    grad = torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype)
+    grad = host.ramp(NUM_ELEMENTS).to(dtype)
     if isinstance(compressor, StatefulCompressor) and compressor.state_source == "mean":
         compressor.next_state(as_array(grad), replace(context, step=1))
 
@@ -77,10 +78,10 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
         return EncodeInput(compressor, grad, context, residuals, key, scale)
 
     if compressor.needs_optimizer:  # where ranks do not rely on what they have in common
-        other = replace(context, aux={**aux, "common": torch.tensor(False)})
+        other = replace(context, aux={**aux, "common": host.tensor(False, torch.bool)})
         compressor.decode(compressor.encode(grad, other, scale=0.5), other)
 
-    own, total = source(grad, "local", 0.5), torch.empty(NUM_ELEMENTS)
+    own, total = source(grad, "local", 0.5), host.empty(NUM_ELEMENTS)
     stats: Sequence[np.ndarray] = [stat.values for stat in compressor.stats(grad, context, 0.5)]
     for _ in range(2):  # the first residual of a tensor is None, the later ones are arrays
         if compressor.needs_stats:
@@ -109,7 +110,7 @@ def _warm_up_one(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
 
 def _warm_up_sums(entry: PlanEntry, dtype: torch.dtype) -> None:
     layout = TensorLayout("warm up", 0, entry, dtype, NUM_ELEMENTS)
-    codec = SparseCodec(TensorJob(layout, torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype), 0, 0), Residuals(), 0, 2, 0)
+    codec = SparseCodec(TensorJob(layout, host.ramp(NUM_ELEMENTS).to(dtype), 0, 0), Residuals(), 0, 2, 0)
     chunk = Chunk(0, 0, NUM_ELEMENTS)
     mine = codec.start(chunk)
     received, sent = (replace(codec.part(chunk, [mine], distance), sender=1) for distance in range(2))
@@ -118,7 +119,7 @@ def _warm_up_sums(entry: PlanEntry, dtype: torch.dtype) -> None:
 
 def _warm_up_group(entry: PlanEntry, dtype: torch.dtype, world_size: int) -> None:
     members = [TensorLayout(name, index, entry, dtype, NUM_ELEMENTS, shape=_SHAPE) for index, name in enumerate("ab")]
-    values = [torch.linspace(-1, 1, NUM_ELEMENTS).to(dtype) for _ in members]
+    values = [host.ramp(NUM_ELEMENTS).to(dtype) for _ in members]
     group = FusionGroup(FusionLayout(members), values, [True] * len(members), 0, 0)
     compiled = BatchCodec.compiled_of(group, Residuals())
     if compiled is not None:

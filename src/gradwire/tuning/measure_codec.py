@@ -22,6 +22,7 @@ import torch
 
 from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, make
+from gradwire.core import host
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError, PayloadError
 from gradwire.core.events import EventStream
@@ -150,7 +151,7 @@ def _measure_size(
         residuals.commit()
     if payload.nonfinite:
         raise PayloadError(f"{compressor!r} cannot send the gradient that it is measured with.")
-    out = torch.empty(grad.numel())
+    out = host.empty(grad.numel())
     payloads, contexts = [payload] * _NUM_MERGED, [context] * _NUM_MERGED
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "encode": (encode, 1),
@@ -189,7 +190,7 @@ def _shaped(grad: torch.Tensor, compressor: Compressor) -> torch.Tensor:
 
 def _gradient(size: int, given: torch.Tensor | None) -> torch.Tensor:
     if given is None:
-        return torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2
+        return host.empty(size).normal_(std=1e-2, generator=torch.Generator().manual_seed(0))
     flat = given.detach().reshape(-1).to(torch.float32)
     return flat.repeat(-(-size // flat.numel()))[:size].contiguous()
 
@@ -238,7 +239,7 @@ def _run_echo(num_jobs: int) -> float:
     )
     runtime = Runtime(echo, Residuals(), events, seed=0)
     layout = TensorLayout("profile", 0, PlanEntry(make(DENSE_NAME), "allgather"), torch.float32, 1 << 10)
-    operations, values = operations_of(layout, 0, 2), torch.zeros(layout.count)
+    operations, values = operations_of(layout, 0, 2), host.zeros(layout.count)
     try:
         start = time.perf_counter()
         for index in range(num_jobs):

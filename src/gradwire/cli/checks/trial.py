@@ -53,7 +53,7 @@ def _average(store: object, rank: int) -> tuple[float, bytes]:
     options = SyncOptions(timeout=_TIMEOUT, stall_timeout=_TIMEOUT)
     synchronizer = Synchronizer(group, Plan(METHOD, min_elements=0), options=options)
     try:
-        grad = torch.sin(torch.arange(_SIDE**2, dtype=torch.float32).view(_SIDE, _SIDE) + rank)  # vectors stay dense
+        grad = torch.sin(torch.arange(_SIDE**2, device="cpu").float().view(_SIDE, _SIDE) + rank)  # vectors stay dense
         synchronizer.submit([GradientSlice("trial", grad)])
         synchronizer.wait()
         return synchronizer.report().total.ratio, grad.numpy().tobytes()

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 
-from gradwire.core import buffers
+from gradwire.core import buffers, host
 from gradwire.core.context import Context
 from gradwire.core.errors import PayloadError
 from gradwire.core.spec import TensorSpec, as_array
@@ -272,7 +272,7 @@ class Compressor(ABC):
                 raise ValueError(
                     "decode needs a shape, and has neither ctx.spec nor out=. Pass spec=TensorSpec.of(grad) to Context."
                 )
-            return torch.empty(ctx.spec.shape, dtype=ctx.spec.dtype)
+            return host.empty(ctx.spec.shape, ctx.spec.dtype)
         if ctx.spec is not None and out.numel() != ctx.spec.numel:
             raise ValueError(
                 f"out has {out.numel()} elements, but ctx.spec has {ctx.spec.numel}. Pass an out of that shape."

@@ -13,7 +13,7 @@ __all__ = ["length_bytes", "pack_positions", "positions_bytes", "read_length", "
 
 def length_bytes(count: int, like: torch.Tensor) -> torch.Tensor:
     """The length of a payload's lists, as bytes."""
-    return torch.tensor([count], dtype=torch.int64).view(torch.uint8)[:4].to(like.device)
+    return torch.tensor([count], dtype=torch.int64, device="cpu").view(torch.uint8)[:4].to(like.device)
 
 
 def read_length(body: torch.Tensor, at: int) -> int:

@@ -229,7 +229,7 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 def scalar_bytes(*values: torch.Tensor) -> torch.Tensor:
     """The bytes of scalars, as float32. There are none if the preliminary round has shared all of them."""
     if not values:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.stack(values).to(torch.float32).view(torch.uint8)
 
 
