@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.core.errors import AttachError, OptionError
+from gradwire.core.errors import AttachError, OptionError, OptionTypeError
 from gradwire.core.spec import ElementRange
 from gradwire.residuals.transaction import ResidualKey
 
@@ -102,6 +104,30 @@ def test_fidelity_is_for_auto_alone() -> None:
     handle = gw.attach(wrapped(), "auto")
     assert handle.autopilot is not None and handle.autopilot.fidelity == "balanced"
     handle.detach()
+
+
+@pytest.mark.parametrize(("options", "advice"), [
+    ({"scaler": True}, "scaler must be a GradScaler, not True"),
+    ({"check_every": -3}, "check_every is a number of backward passes"),
+    ({"options": {"timeout": 3}}, r"options must be gradwire\.SyncOptions"),
+])  # fmt: skip
+def test_arguments_of_wrong_types_are_refused_at_once(options: dict[str, Any], advice: str) -> None:
+    with pytest.raises(OptionTypeError, match=advice):
+        gw.attach(wrapped(), "threelc", **options)
+
+
+@pytest.mark.parametrize(("options", "error", "advice"), [
+    ({"timeout": 30}, OptionTypeError, r"timeout must be a timedelta, not 30\. Pass timedelta\(seconds=30\)"),
+    ({"status_interval": 2}, OptionTypeError, "status_interval must be a timedelta"),
+    ({"timeout": timedelta.max}, OptionError, "at most 20 days"),
+    ({"seed": "a"}, OptionTypeError, "seed must be an int, not 'a'"),
+    ({"seed": 1.5}, OptionTypeError, "seed must be an int"),
+    ({"seed": 1 << 70}, OptionError, "seed must fit into 64 bits"),
+    ({"threads": True}, OptionTypeError, "threads must be an int"),
+])  # fmt: skip
+def test_options_of_wrong_types_are_refused(options: dict[str, Any], error: type[Exception], advice: str) -> None:
+    with pytest.raises(error, match=advice):
+        gw.SyncOptions(**options)
 
 
 @pytest.mark.parametrize("method", ["auto", "threelc"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
+from gradwire.core.errors import AttachError
 
 
 class Branches(nn.Module):
@@ -48,6 +53,40 @@ def test_an_optimizer_that_steps_without_an_averaged_backward_is_told_why_once(
     assert "Convert the model's dtype before DDP wraps it" in converted
     assert "Use 'unused.weight' and 1 more in the loss, or pass find_unused_parameters=True" in unused
     assert "Call handle.hook(state, bucket) in the hook that you register" in hook
+
+
+def test_checkpoints_that_create_the_optimizers_state_are_no_steps_without_an_average(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in ddp.module]
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizers)
+    get_state_dict(ddp, optimizers)
+    assert not caplog.records
+    handle.detach()
+
+
+def test_a_handle_cannot_be_copied_and_says_what_can() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    ddp.gradwire = gw.attach(ddp, "threelc")
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Keep it outside of the module that you copy or save"):
+            copies(ddp)
+    ddp.gradwire.detach()
+    del ddp.gradwire
+    copy.deepcopy(ddp)
+
+
+def test_a_complex_parameter_that_thaws_is_refused_as_at_attach() -> None:
+    model = nn.Linear(4, 2)
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model.register_forward_hook(lambda module, _, out: out.sum() + module.phase.abs().sum())
+    ddp = DistributedDataParallel(model)
+    model.phase.requires_grad_(False)
+    with gw.attach(ddp, "none"):
+        model.phase.requires_grad_(True)
+        with pytest.raises(AttachError, match=r"Parameter 'phase' is torch\.complex64"):
+            ddp(torch.ones(5, 4)).backward()
 
 
 def test_it_is_said_which_gradients_are_sparse(caplog: pytest.LogCaptureFixture) -> None:

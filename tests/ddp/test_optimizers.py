@@ -91,7 +91,8 @@ def test_parameters_that_are_frozen_at_attach_belong_to_their_optimizer_all_the_
     handle.detach()
 
 
-def test_parameters_that_an_optimizer_is_given_after_attach_are_committed_with_its_steps() -> None:
+@pytest.mark.parametrize("own_group", [False, True])
+def test_parameters_that_an_optimizer_is_given_after_attach_are_committed_with_its_steps(own_group: bool) -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])
     body = nn.Linear(2, 2)
@@ -100,7 +101,10 @@ def test_parameters_that_an_optimizer_is_given_after_attach_are_committed_with_i
     ddp = DistributedDataParallel(ddp.module)
     handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=[first, second])
     body.requires_grad_(True)
-    second.add_param_group({"params": body.parameters()})
+    if own_group:
+        second.add_param_group({"params": body.parameters()})
+    else:
+        second.param_groups[0]["params"].extend(body.parameters())
     staged(handle, "3.bias")
     second.step()
     assert committed(handle) == {"3.bias"}

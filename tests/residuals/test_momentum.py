@@ -216,6 +216,10 @@ def test_an_optimizer_whose_momentum_cannot_be_taken_is_refused_with_advice() ->
         with pytest.raises(OptionError, match=r"one momentum and no dampening.*an optimizer without momentum"):
             MomentumCorrection.of(optimizer)
     assert several.param_groups[0]["momentum"] == 0.9
+    taken = sgd(momentum=0.9)
+    MomentumCorrection.of(taken)
+    with pytest.raises(OptionError, match=r"This optimizer has no momentum.*load its state after that"):
+        MomentumCorrection.of(taken)
     used = sgd(momentum=0.9)
     used.param_groups[0]["params"][0].grad = torch.ones(3)
     used.step()

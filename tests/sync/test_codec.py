@@ -304,6 +304,16 @@ def test_dense_ranks_are_added_in_their_order_whoever_adds(dtype: torch.dtype, u
     assert torch.allclose(means[0].double(), exact / WORLD_SIZE, atol=0.02)
 
 
+def test_float64_is_added_in_float64() -> None:
+    codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
+    for rank, each in enumerate(codecs):
+        each.job.values = torch.full((NUMEL,), (1 + rank) * (1 + 1e-10), dtype=torch.float64)
+        each.layout.dtype = torch.float64
+    codecs[0].decode(CHUNK, [merge(codecs[0], [start(each) for each in codecs[1:]], 1)], 1)
+    mean = (1 + WORLD_SIZE) / 2 * (1 + 1e-10)
+    assert torch.allclose(codecs[0].job.values, torch.full((), mean, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
 def test_a_dense_mean_that_is_not_finite_is_marked() -> None:
     codecs = [codec(rank, gw.make("none"), strategy="scatter_reduce") for rank in range(WORLD_SIZE)]
     codecs[1].job.values[5] = torch.inf

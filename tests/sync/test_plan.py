@@ -33,6 +33,18 @@ def test_the_first_matching_rule_counts() -> None:
     assert plan.entry("embed.weight", MATRIX).compressor.name == "fp16"
 
 
+def test_names_with_brackets_are_patterns_that_match_themselves() -> None:
+    plan = Plan({"d.w[0]": "topk", "d.[a-c]": "onebit", "*": "none"}, min_elements=0)
+    specs = {name: TensorSpec((64, 64)) for name in ("d.w[0]", "d.v", "d.b")}
+    assert [plan.entry(name, spec).compressor.name for name, spec in specs.items()] == ["topk", "none", "onebit"]
+    assert plan.notes(specs) == []
+
+
+def test_float64_travels_dense_under_exact_compressors() -> None:
+    found = [Plan("lossless").entry("w", TensorSpec((64, 64), dtype)) for dtype in (torch.float32, torch.float64)]
+    assert [(entry.compressor.name, entry.strategy) for entry in found] == [("lossless", "ring"), ("none", "ring")]
+
+
 def test_options_may_be_part_of_a_name() -> None:
     plan = Plan({"head.*": "topk:ratio=0.5", "*": "threelc:sparsity=1.5"})
     assert plan.entry("head.weight", MATRIX).compressor.options["ratio"] == 0.5

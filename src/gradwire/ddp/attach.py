@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.aggregator.strategy import NAME as SERVER
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.core import torch_private
-from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.hook_slot import check_attachable, slot_of
@@ -85,6 +85,7 @@ def attach(
     """
     ddp = torch_private.uncompiled(ddp)  # type: ignore[assignment]
     check_attachable(ddp, register)
+    _check_arguments(scaler, check_every, options)
     if fidelity is not None and fidelity not in LEVELS:
         raise UnknownNameError("fidelity", fidelity, LEVELS)
     plan = method if isinstance(method, Plan) else Plan(method)
@@ -142,6 +143,16 @@ def attach(
     if sparse and synchronizer.rank == 0:
         logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))
     return handle
+
+
+def _check_arguments(scaler: object, check_every: object, options: object) -> None:
+    """Refuse arguments of wrong types, which would be noticed in a backward pass only."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise OptionTypeError(f"scaler must be a GradScaler, not {scaler!r}. Leave it out if there is none.")
+    if type(check_every) is not int or check_every < 0:
+        raise OptionTypeError(f"check_every is a number of backward passes, or 0 for never, not {check_every!r}.")
+    if not isinstance(options, SyncOptions):
+        raise OptionTypeError(f"options must be gradwire.SyncOptions(...), not {options!r}.")
 
 
 def _check_filling(options: SyncOptions, optimizers: Optimizers, scaler: torch.amp.GradScaler | None) -> None:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,7 @@ from gradwire.core.events import Event
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.advice import advising, what_to_do
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
-from gradwire.ddp.hook_slot import slot_of
+from gradwire.ddp.hook_slot import check_types, slot_of
 from gradwire.ddp.momentum import MomentumCheck
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
@@ -62,7 +63,8 @@ class Handle(ObservedHandle):
         self._scaler = scaler
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
-        self._called = False
+        self._called = False  # and the number of steps of each optimizer before that:
+        self._early_steps = Counter[frozenset[str] | None]()
         self._last_index = sys.maxsize  # of the bucket before, see _is_first
         self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
@@ -309,6 +311,7 @@ class Handle(ObservedHandle):
             # Parameters that were frozen at attach. Registered here and not by `submit`, because auto plans for them.
             known = self.synchronizer.tensors
             new = [each for each in zip(names, parameters, strict=True) if each[0] not in known]
+            check_types(new)
             self.synchronizer.register({name: TensorSpec.of(parameter) for name, parameter in new})
             if new:
                 self._momentum.add(new)
@@ -374,7 +377,9 @@ class Handle(ObservedHandle):
 
     def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()
-        if not self._called and ddp is not None:
+        self._early_steps[names] += not self._called
+        # torch.distributed.checkpoint steps once, with gradients of zeros, to create an optimizer's state.
+        if self._early_steps[names] == 2 and ddp is not None and self.synchronizer.rank == 0:
             self._called = True  # warn once
             logger.warning(
                 "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",

@@ -7,6 +7,7 @@ hook.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -99,13 +100,7 @@ def check_attachable(ddp: object, register: bool) -> None:
             "The parameters of this module have optimizers that step within backward (_apply_optimizer_in_backward), "
             "for which DDP takes its one communication hook slot. Use an optimizer that steps after backward."
         )
-    for name, parameter in torch_private.trained_parameters(ddp):
-        if parameter.dtype not in ELEMENT_TYPES:
-            raise AttachError(
-                f"Parameter {name!r} is {parameter.dtype}. gradwire averages gradients of these types only: "
-                f"{', '.join(map(str, ELEMENT_TYPES))}. Keep a complex parameter as a real one with a last dimension "
-                "of 2, and call torch.view_as_complex in forward."
-            )
+    check_types(torch_private.trained_parameters(ddp))
     slot = slot_of(ddp)
     if slot.handle is not None:
         raise AttachError("This module is already attached. Call handle.detach() first.")
@@ -120,3 +115,14 @@ def check_attachable(ddp: object, register: bool) -> None:
             "gradwire has the communication hook slot of this module from an earlier attach, so you cannot register a "
             "hook of your own. Attach without register=False, or create the DDP module again."
         )
+
+
+def check_types(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `AttachError` if the gradients of a parameter cannot be averaged."""
+    for name, parameter in parameters:
+        if parameter.dtype not in ELEMENT_TYPES:
+            raise AttachError(
+                f"Parameter {name!r} is {parameter.dtype}. gradwire averages gradients of these types only: "
+                f"{', '.join(map(str, ELEMENT_TYPES))}. Keep a complex parameter as a real one with a last dimension "
+                "of 2, and call torch.view_as_complex in forward."
+            )

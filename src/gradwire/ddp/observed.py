@@ -6,7 +6,7 @@ import logging
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from gradwire.core.errors import OptionError
 from gradwire.ddp.status import ModuleStatus
@@ -67,6 +67,12 @@ class ObservedHandle:
         self._logs: list[ScalarLog] = []
         self._status: ModuleStatus | None = None
         self.status_writer: StatusWriter | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A gradwire handle has connections and cannot be copied or pickled. Keep it outside of the module that you "
+            "copy or save. A copy of an attached DDP module is plain DDP; handle.state_dict() is what to save."
+        )
 
     def report(self, since: Since = "start") -> Report:
         """Bytes, ratios, times and residual norms of this rank, per tensor and in total. Prints as a table.

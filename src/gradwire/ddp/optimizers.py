@@ -55,15 +55,16 @@ class Owner:
     averaged: AfterAveraging = field(default_factory=AfterAveraging)
     backwards: int = 0
     skips: bool = False
-    _num_groups: int = 0
+    _sizes: tuple[int, ...] = ()  # of its groups
     _names: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the module's parameters that it has now: `add_param_group` may have added some."""
+        """Names of the module's parameters that it has now: some may have been added to it."""
         groups = self.optimizer.param_groups
-        if len(groups) != self._num_groups:
-            self._num_groups = len(groups)
+        sizes = tuple(len(group["params"]) for group in groups)
+        if sizes != self._sizes:
+            self._sizes = sizes
             ids = (id(each) for group in groups for each in group["params"])
             self._names = frozenset(self.known[each] for each in ids if each in self.known)
         return self._names

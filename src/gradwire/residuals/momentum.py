@@ -72,7 +72,8 @@ class MomentumCorrection(ErrorFeedback):
             others: Further options of the policy.
 
         Raises:
-            OptionError: Another kind of optimizer, different momenta, dampening, or an optimizer that has taken steps.
+            OptionError: Another kind of optimizer, different momenta, none, dampening, or an optimizer that has taken
+                steps.
             OptionTypeError: Not an optimizer.
         """
         optimizers = optimizers_of(optimizer)
@@ -87,13 +88,19 @@ class MomentumCorrection(ErrorFeedback):
                 f"{kinds} with momentum {', '.join(momenta)}. Give all groups one momentum, or use "
                 "MomentumCorrection(momentum) and an optimizer without momentum."
             )
+        if not momentum:
+            raise OptionError(
+                "This optimizer has no momentum. If MomentumCorrection.of() took it before, or it came with the saved "
+                "state of such a training, create the optimizer with its momentum, attach, and load its state after "
+                "that. Otherwise pass MomentumCorrection(0.9), or leave feedback out."
+            )
         states = [state for each in optimizers for state in each.state.values()]
         if any(state.get("momentum_buffer") is not None for state in states):
             raise OptionError(
                 "This optimizer has taken steps and holds momentum buffers. Call MomentumCorrection.of() on a new "
                 "optimizer, and do not load the state of this one into it: that would bring its momentum back."
             )
-        policy = cls(float(momentum or 0), nesterov=bool(nesterov), **others)
+        policy = cls(float(momentum), nesterov=bool(nesterov), **others)
         for settings in (*groups, *(each.defaults for each in optimizers)):  # defaults: for groups that are added later
             settings.update(momentum=0, nesterov=False)
         return policy

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from gradwire.core.errors import OptionError
+from gradwire.core.errors import OptionError, OptionTypeError
 from gradwire.net.handshake import INTEGRITIES
 from gradwire.net.liveness import STALL_TIMEOUT
 from gradwire.sync.strategies.register import ServiceAddress
+
+LONGEST = timedelta(days=20)  # poll() counts milliseconds in 32 bits
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class SyncOptions:
         status_interval: Time between two writes of this rank's status file. 0 means that there is none.
 
     Raises:
-        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, `watch_norms` or `status_interval` is
-            negative, or there is no such `integrity`.
+        OptionError: `timeout`, `stall_timeout` or `threads` is not positive, a time is longer than `LONGEST`,
+            `watch_norms` or `status_interval` is negative, `seed` has more than 64 bits, or there is no such
+            `integrity`.
+        OptionTypeError: A time is no `timedelta`, or a number is not an int.
     """
 
     timeout: timedelta = timedelta(seconds=30)
@@ -60,6 +64,17 @@ class SyncOptions:
     status_interval: timedelta = timedelta(seconds=2)
 
     def __post_init__(self) -> None:
+        for name in ("timeout", "stall_timeout", "status_interval"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta):
+                raise OptionTypeError(f"{name} must be a timedelta, not {value!r}. Pass timedelta(seconds=30).")
+            if value > LONGEST:
+                raise OptionError(f"{name} must be at most {LONGEST.days} days, but it is {value}.")
+        for name in ("seed", "watch_norms", *(() if self.threads is None else ("threads",))):
+            if type(getattr(self, name)) is not int:
+                raise OptionTypeError(f"{name} must be an int, not {getattr(self, name)!r}.")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise OptionError(f"seed must fit into 64 bits, and {self.seed} does not. Pass a smaller one.")
         for name in ("timeout", "stall_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise OptionError(

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.arguments import names_unknown_arguments
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of, make, spec_of
@@ -202,7 +204,8 @@ class Plan:
         small = is_small(spec.shape, self._min_elements(compressor))
         # Dense by choice: the ring fills each link. Dense because they are small: latency counts.
         usual = "ring" if compressor.dense or (compressor.exact and not small) else "scatter_reduce"
-        if small and pattern == "*":
+        # Sums of payloads are float32, so that exact ones would not be exact.
+        if (small and pattern == "*") or (compressor.exact and spec.dtype == torch.float64):
             compressor = make(DENSE_NAME)
         feedback = self.feedback or compressor.default_feedback
         if self.has_velocity:
@@ -256,16 +259,20 @@ class Plan:
 
     def _match(self, name: str) -> tuple[str, Compressor | str]:
         for pattern, rule in self.rules.items():
-            if fnmatchcase(name, pattern):
+            if _matches(name, pattern):
                 return pattern, rule
         raise OptionError(
             f'No rule matches {name!r}: {", ".join(self.rules)}. Add a rule "*", for example {{"*": "none"}}.'
         )
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # names may have brackets
+
+
 def _unused_note(pattern: str, specs: Mapping[str, TensorSpec], matched: Mapping[str, str]) -> str:
     """Why a rule applies to no tensor. `matched` is the rule of each tensor."""
-    earlier = sorted({matched[name] for name in specs if fnmatchcase(name, pattern)})
+    earlier = sorted({matched[name] for name in specs if _matches(name, pattern)})
     if earlier:
         return f"The rule {pattern!r} has no effect: earlier rules match all its tensors ({', '.join(earlier)})."
     prefixes = {".".join(name.split(".")[:depth]) + ".*" for name in specs for depth in range(1, name.count(".") + 1)}

@@ -76,14 +76,15 @@ def weighted_sum(arrays: Sequence[np.ndarray], scales: Sequence[float], out: np.
 
     Args:
         arrays: At least one gradient, with the element type of `out`; float64 is calculated in float64.
-        scales: Multiplier of each, used as float32.
+        scales: Multiplier of each, used as float32 or, for float64, as it is.
         out: Array of N elements; may be one of `arrays`.
     """
     for x in arrays:
         expect_size("weighted_sum", "x", x, out.size)
     wide = out.dtype == np.float64
+    kind = np.float64 if wide else np.float32
     with np.errstate(all="ignore"):
-        terms = [np.float32(scale) * (x if wide else as_float32(x)) for x, scale in zip(arrays, scales, strict=True)]
+        terms = [kind(scale) * (x if wide else as_float32(x)) for x, scale in zip(arrays, scales, strict=True)]
         total = sum(terms[1:], start=terms[0])
         if wide:
             out[:] = total
