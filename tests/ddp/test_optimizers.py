@@ -111,6 +111,22 @@ def test_parameters_that_an_optimizer_is_given_after_attach_are_committed_with_i
     handle.detach()
 
 
+def test_residuals_of_parameters_that_are_frozen_are_loaded_and_kept() -> None:
+    ddp = wrapped()
+    with gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=sgd(ddp)) as handle:
+        staged(handle, "2.weight")
+        handle.synchronizer.commit()
+        saved = handle.state_dict()
+    ddp.module[2].requires_grad_(False)
+    with gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=sgd(ddp)) as handle:
+        handle.load_state_dict(saved)
+        assert committed(handle) == {"2.weight"} and "2.weight" not in handle.synchronizer.tensors
+        backward(ddp)
+        handle.synchronizer.commit()
+        assert handle.state_dict()["residuals"]["local"].keys() == {"2.weight"}
+        assert "2.weight" in str(handle.report())
+
+
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 

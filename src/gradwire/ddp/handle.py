@@ -126,7 +126,8 @@ class Handle(ObservedHandle):
                 explains how residuals are divided.
         """
         state = states_of(state)
-        self.synchronizer.load_state_dict(state)
+        parameters = [each for each in self._module.parameters() if id(each) in self._names and not each.is_complex()]
+        self.synchronizer.load_state_dict(state, {self._names[id(each)]: TensorSpec.of(each) for each in parameters})
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
         self._loss_scale = state.get("loss_scale")

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -412,12 +413,17 @@ class Synchronizer(Peers):
             "residuals": self.residuals.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        later: Mapping[str, TensorSpec] = MappingProxyType({}),
+    ) -> None:
         """Load a state of `state_dict`, saved under any bucket layout.
 
         Args:
             state: The state that this rank saved in a group of the same size, or a list of the states of all ranks of
                 a group of any size, in rank order. `resize_state` explains what this rank takes of a list.
+            later: Tensors that may be registered later, and keep their residuals until then.
 
         Raises:
             OptionError: The state is of another version, world size or rank.
@@ -432,7 +438,7 @@ class Synchronizer(Peers):
                     f"The state has {key} {state.get(key)!r}, but this rank has {key} {own}. Load the state that the "
                     "same rank saved in a group of the same size, or a list of the states of all ranks."
                 )
-        self.residuals.load_state_dict(state["residuals"], self._tensors.specs)
+        self.residuals.load_state_dict(state["residuals"], {**later, **self._tensors.specs})
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         if self._engine is not None:
