@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,14 @@ def test_small_buffers_and_many_workers(job):
     check_round(job.join(address, config), 0)
 
 
+def lost_in_buffers(port: int) -> int:
+    """Datagrams for a port that the kernel has dropped, because the buffer of the socket was full."""
+    rows = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()[1:]]
+    return sum(int(row[12]) for row in rows if int(row[1].partition(":")[2], 16) == port)
+
+
 def test_counters_account_for_all_datagrams(job, caplog):
-    """Every packet sent was received, dropped, or forged because it was damaged."""
+    """Every packet sent was received, dropped, forged because it was damaged, or lost in a full buffer."""
     address = job.serve(udp=True, drop=0.1)
     clients = job.join(address, jobs.config())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -162,12 +169,14 @@ def test_counters_account_for_all_datagrams(job, caplog):
     for round_ in range(30):
         check_round(clients, round_)
     until(lambda: clients[0].counters.forged == job.server.counters.forged == 3)
+
     # A worker that has all results may still send what was due.
-    until(
-        lambda: (
-            job.server.counters.received + job.server.counters.dropped == sum(each.counters.sent for each in clients)
-        )
-    )
+    def missing() -> int:
+        come = job.server.counters.received + job.server.counters.dropped
+        return sum(each.counters.sent for each in clients) - come - lost_in_buffers(address[1])
+
+    until(lambda: missing() == 0)
+    lost = lost_in_buffers(address[1])
     with caplog.at_level("INFO", "gradwire"):
         for client in clients:
             client.close()
@@ -175,7 +184,7 @@ def test_counters_account_for_all_datagrams(job, caplog):
     server, workers = job.server.counters, [client.counters for client in clients]
     assert server.dropped > 0
     assert sum(each.sent_again for each in workers) >= server.dropped // 2
-    assert server.received + server.dropped == sum(each.sent for each in workers)
+    assert server.received + server.dropped + lost == sum(each.sent for each in workers)
     assert [each.forged for each in workers] == [3, 0, 0]
     for rank, each in enumerate(workers):
         where = f"aggregation server at {address[0]}:{address[1]}"

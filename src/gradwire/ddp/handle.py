@@ -126,8 +126,10 @@ class Handle(ObservedHandle):
                 explains how residuals are divided.
         """
         state = states_of(state)
-        parameters = [each for each in self._module.parameters() if id(each) in self._names and not each.is_complex()]
-        self.synchronizer.load_state_dict(state, {self._names[id(each)]: TensorSpec.of(each) for each in parameters})
+        ddp = self._ddp()
+        known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
+        later = {self._names[id(each)]: TensorSpec.of(each) for each in known if not each.is_complex()}
+        self.synchronizer.load_state_dict(state, later)
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
         self._loss_scale = state.get("loss_scale")
