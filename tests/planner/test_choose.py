@@ -371,12 +371,12 @@ def test_exact_compressors_send_every_byte_of_float64():
 
 
 def test_what_the_link_carries_for_other_tensors_is_part_of_the_plan():
-    """A tensor that would be hidden by backward is not, behind one of which nobody may decide."""
+    """Backward hides a tensor alone, and not behind one that the plan must leave as it is."""
     job, tensors = costs(rate=1e9, latency=0), gradients((4000, 0.0), (10, 0.5))
     large = PlannedTensor("head", (16000, 1000), ready=0.0)
     given = [(large, route("none", "ring", 4, large.numel, job))]
-    alone, beside = (plan(tensors, job, METHODS, given=each) for each in ((), given))
-    assert not alone.compresses and beside.compresses
-    assert beside.dense_step > alone.dense_step + 0.3
-    assert beside.native_step == pytest.approx(plan([*tensors, large], job, METHODS).native_step)
-    assert {row.name for row in beside.rows} == {"w0", "w1"}
+    alone, crowded = (plan(tensors, job, METHODS, given=each) for each in ((), given))
+    assert not alone.compresses and crowded.compresses
+    assert crowded.dense_step > alone.dense_step + 0.3
+    assert crowded.native_step == pytest.approx(plan([*tensors, large], job, METHODS).native_step)
+    assert {row.name for row in crowded.rows} == {"w0", "w1"}
