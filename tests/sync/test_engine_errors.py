@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from gradwire.core.errors import PeerFailedError, PeerLostError, PeerTimeoutErro
 from gradwire.core.events import Event
 from gradwire.sync import engine as engine_module
 from gradwire.sync import waits
+from gradwire.sync.engine import Engine
 from gradwire.sync.run import Run
 from gradwire.wire.frame import HEADER_BYTES
 from tests.net.recorder import until
@@ -96,17 +98,33 @@ def test_whatever_ends_a_thread_of_the_engine_is_one_typed_error_on_every_rank(w
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_waits_for_no_thread_and_no_lock() -> None:
+    """Those of its parent, of which it has none."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(engine: Engine) -> None:
+        with engine._work:
+            held.set()
+            go_on.wait(PATIENCE)
+
     with setup() as made:
         made.engine.run(receiving(key())[0])
+        holding = threading.Thread(target=hold, args=[made.engine])
+        holding.start()
+        assert held.wait(PATIENCE)
         child = os.fork()
         if child == 0:
+            signal.alarm(int(PATIENCE))
             try:
                 made.engine.wait_idle()
             except SyncError as error:
-                os._exit("fork of the one that called attach" not in str(error))
+                made.engine.close()
+                os._exit("a fork of the one that called attach" not in str(error))
             finally:
                 os._exit(2)
+        go_on.set()
+        holding.join(PATIENCE)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert made.engine.error is None
 

@@ -1,7 +1,8 @@
-"""Forked children close their copies of connections at once.
+"""Forked children close their copies of connections at once, and wait for no thread that they do not have.
 
 Training processes fork, mostly for a data loader's workers. A child's copy of a socket would keep the connection open
-when the parent dies, and the peers would learn of that only by its silence.
+when the parent dies, and the peers would learn of that only by its silence. A lock that another thread holds during the
+fork is never released in the child.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _bound: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound(ABC):
-    """Base of objects whose file descriptors belong to one process. A subclass calls `_bind` once it has them."""
+    """Base of objects whose file descriptors or threads are of one process. A subclass calls `_bind` once it has them."""
 
     _pid: int
 
@@ -27,7 +28,7 @@ class ProcessBound(ABC):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child's copy, whose descriptors are closed."""
+        """Whether this is a forked child's copy."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
@@ -44,7 +45,7 @@ class ProcessBound(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Close every descriptor. A forked child calls it without a lock, whose holder may not exist there."""
+        """Close every descriptor, in a forked child. Takes no lock, whose holder may not exist there."""
 
 
 def _release_in_child() -> None:

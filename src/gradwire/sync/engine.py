@@ -35,10 +35,11 @@ from gradwire.core.buffers import MIN_BYTES
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event, EventStream
 from gradwire.kernels.cpu.parallel import num_cores, one_thread
+from gradwire.net.forks import ProcessBound
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.sync.abort import Abort
 from gradwire.sync.early_frames import EarlyFrames
-from gradwire.sync.engine_errors import Waiting, closed, located, raised, sent_twice, stuck, thread_gone, unasked
+from gradwire.sync.engine_errors import Waiting, closed, forked, located, raised, sent_twice, stuck, unasked
 from gradwire.sync.operations import FrameKey, Op
 from gradwire.sync.run import Run
 from gradwire.sync.waits import FINISH, FUTURE_GRACE_SECONDS, LOAD, Waits, lacks, op_of
@@ -55,7 +56,7 @@ def default_threads() -> int:
     return max(1, num_cores() - 1)
 
 
-class Engine:
+class Engine(ProcessBound):
     """Runs operations until it is closed or fails.
 
     Args:
@@ -92,9 +93,7 @@ class Engine:
         self._events = events
         self._stall_seconds = stall_timeout.total_seconds()
         self._dense = code(DENSE_NAME)
-        lock = threading.RLock()
-        self._work = threading.Condition(lock)  # operations can run, or the engine ends
-        self._ended = threading.Condition(lock)  # a run has ended, or the engine
+        self._make_lock()
         self._ready: list[tuple[int, int, int, Run, int]] = []
         self._order = itertools.count()
         self._active: set[Run] = set()
@@ -110,6 +109,16 @@ class Engine:
         ]
         for thread in self._threads:
             thread.start()
+        self._bind()
+
+    def _make_lock(self) -> None:
+        lock = threading.RLock()
+        self._work = threading.Condition(lock)  # operations can run, or the engine ends
+        self._ended = threading.Condition(lock)  # a run has ended, or the engine
+
+    def _release(self) -> None:
+        self._make_lock()
+        self.error = forked()
 
     # -- called by the synchronizer --------------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class Engine:
             if is_open:
                 self._active.add(run)
         if not is_open:
-            self._raise_if_failed()
+            self.raise_if_failed()
             raise closed()
         if loading is None:
             self._start(run)
@@ -188,12 +197,12 @@ class Engine:
                 since = time.monotonic() if remaining != before else since
                 self._check_alive(time.monotonic() - since)
             abandoned = bool(self._active) and self.error is None
-        self._raise_if_failed()
+        self.raise_if_failed()
         if abandoned:
             raise closed()
 
     def _check_alive(self, waited: float) -> None:
-        """Fail if nothing can end the runs: a thread is gone, or no operation has ended for too long. Holds the lock.
+        """Fail if nothing can end the runs, since no operation has ended for too long. Holds the lock.
 
         Args:
             waited: Seconds in which none has ended.
@@ -201,10 +210,7 @@ class Engine:
         if self._closing or not self._active:
             return
         self._check_stalls()  # all threads may be busy with an operation that does not end
-        gone = next((thread for thread in self._threads if not thread.is_alive()), None)
-        if gone is not None:
-            self.fail(thread_gone(gone.name))
-        elif waited > self._stall_seconds + 2 * FUTURE_GRACE_SECONDS:
+        if waited > self._stall_seconds + 2 * FUTURE_GRACE_SECONDS:
             self.fail(stuck(min(self._active, key=lambda run: run.started), waited))
 
     def longest_wait(self) -> Waiting | None:
@@ -217,7 +223,8 @@ class Engine:
         others = (peer for peer in range(self.transport.world_size) if peer != self.transport.rank)
         return self.error or next(filter(None, map(self.transport.departed, others)), None)
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended the engine, if one has."""
         with self._work:
             error = self.error
         if error is not None:

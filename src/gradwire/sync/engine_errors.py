@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from gradwire.core.errors import NO_TENSOR, PeerTimeoutError, SyncError
@@ -65,12 +66,13 @@ def stuck(run: Run, waited: float) -> SyncError:
     )
 
 
-def thread_gone(name: str) -> SyncError:
-    """Return the error of runs whose thread is gone, as all threads are in a forked child."""
+def forked() -> SyncError:
+    """Return the error of all calls in a forked child, which has none of the threads."""
     return SyncError(
-        f"The thread {name} is gone, and with it all steps. If this process is a fork of the one that called attach, "
-        "use gradwire in the parent alone.",
-        phase="wait",
+        f"Process {os.getpid()} is a fork of the one that called attach, and has no thread that could average anything. "
+        "After a fork, use gradwire in the parent alone.",
+        tensor=NO_TENSOR,
+        phase="fork",
     )
 
 

@@ -304,6 +304,8 @@ class Peers:
     def close(self) -> None:
         """End threads and connections. Idempotent. Call it on every rank."""
         self.closed = True
+        if self._engine is not None and self._engine.forked:
+            return  # the parent closes all
         if self._engine is not None:
             self._engine.close()
         for service in self._services.values():

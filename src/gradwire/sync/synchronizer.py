@@ -270,6 +270,8 @@ class Synchronizer(Peers):
         On failure: The future and `wait` raise the error, which names rank, tensor and phase, and so do later calls.
             Gradients of the step are undefined. Residuals are those of the last commit.
         """
+        if self._engine is not None:
+            self._engine.raise_if_failed()
         self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
         if self._watch is not None and self._watch.watches(self.step):
             self._watch.take(self.step, slices)
