@@ -41,8 +41,8 @@ def main(runner: Callable[[Rank], RunSegment] | None = None) -> None:
         rank.say(run(index))
         dist.barrier()
     dist.destroy_process_group()
-    # Not by the interpreter's end: threads of Gloo may still hold tensors then, and letting go of them aborts the process
-    # ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
+    # Not by the interpreter's end: threads of Gloo may still hold tensors then, and letting go of them aborts the
+    # process ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
     sys.stdout.flush()
     os._exit(0)
 

@@ -17,7 +17,7 @@ _bound: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound(ABC):
-    """Base of objects whose file descriptors or threads are of one process. A subclass calls `_bind` once it has them."""
+    """Base of objects with file descriptors or threads of one process. A subclass calls `_bind` once it has them."""
 
     _pid: int
 

@@ -69,8 +69,8 @@ def stuck(run: Run, waited: float) -> SyncError:
 def forked() -> SyncError:
     """Return the error of all calls in a forked child, which has none of the threads."""
     return SyncError(
-        f"Process {os.getpid()} is a fork of the one that called attach, and has no thread that could average anything. "
-        "After a fork, use gradwire in the parent alone.",
+        f"Process {os.getpid()} is a fork of the one that called attach, and has no thread that could average "
+        "anything. After a fork, use gradwire in the parent alone.",
         tensor=NO_TENSOR,
         phase="fork",
     )
