@@ -121,3 +121,10 @@ def test_a_strayed_replica_is_found_and_named() -> None:
         # A rank that hears of the failure before it has all hashes passes the message on.
         assert outcome["type"] in ("ReplicaError", "PeerFailedError")
         assert (outcome["rank"], outcome["step"]) == (1, 5)
+
+
+def test_ranks_that_have_loaded_states_of_different_steps_learn_it_in_their_first_step() -> None:
+    for outcome in results(launch("faults.other_step", 3)):
+        assert outcome["type"] in ("ReplicaError", "PeerFailedError")
+        assert outcome["rank"] == 1
+        assert "Rank 1 is in step 9, and rank 0 in step 8" in outcome["said"]

@@ -67,7 +67,7 @@ def test_equal_replicas_pass_again_and_again() -> None:
 
     with ranks(3, Plan("none")) as group:
         assert group.outcomes(run) == [None, None, None]
-        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [5 * 2 * 80] * 3
+        assert [sum(transport.sent_bytes) for transport in group.network.transports] == [5 * 2 * 96] * 3
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,33 @@ def test_the_error_says_where_it_comes_from() -> None:
     found = [error for error in check({1: 5.0}, 3) if isinstance(error, ReplicaError)]
     assert found
     assert all((error.tensor, error.phase) == ("parameters", "replica check") for error in found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"step": 7}, "Rank 1 is in step 7, and rank 0 in step 2. On all ranks, load the states that one job"),
+        ({"seed": 4}, "Rank 1 has another seed than rank 0. On all ranks, load"),
+    ],
+)
+def test_ranks_that_load_states_of_different_steps_or_jobs_are_named(changed: dict[str, int], said: str) -> None:
+    def run(one: Synchronizer) -> None:
+        one.load_state_dict({**one.state_dict(), "step": 2} | (changed if one.rank == 1 else {}))
+        one.check_replicas(None)
+        one.wait()
+
+    with ranks(3, Plan("none")) as group:
+        for error in group.outcomes(run):
+            assert isinstance(error, (ReplicaError, PeerFailedError))
+            assert said in str(error)
+            assert error.rank == 1
+
+
+def test_states_of_one_step_with_a_seed_of_any_size_are_equal() -> None:
+    def run(one: Synchronizer) -> None:
+        one.load_state_dict({**one.state_dict(), "step": 40, "seed": 2**70})
+        one.check_replicas(None)
+        one.wait()
+
+    with ranks(3, Plan("none")) as group:
+        assert group.outcomes(run) == [None, None, None]

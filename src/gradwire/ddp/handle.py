@@ -296,7 +296,7 @@ class Handle(ObservedHandle):
 
     def _may_rest(self) -> bool:
         """Whether nothing but averaging is due in the step that begins."""
-        check_due = self._replicas.check_due(self.synchronizer.step + 1)
+        check_due = self._replicas.check_due(self.synchronizer.num_steps + 1)
         ddp = self._module
         same_group = ddp.process_group is self._group
         return same_group and not check_due and not torch_private.divides_by_active_ranks(ddp)
@@ -336,8 +336,7 @@ class Handle(ObservedHandle):
         self._follow_loss_scale()
         self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
-        if self._replicas.check_due(self.synchronizer.step):
-            self._replicas.check(None if joined else ddp)
+        self._replicas.check_if_due(None if joined else ddp)
 
     def _follow_loss_scale(self) -> None:
         """Rescale residuals to the loss scale of this backward pass."""
@@ -364,7 +363,7 @@ class Handle(ObservedHandle):
     def _end_backward(self) -> None:
         """Raise errors here. On a bucket's future they would surface as a cast error."""
         self._last_index = sys.maxsize
-        compared = self._replicas.check_due(self.synchronizer.step)
+        compared = self._replicas.check_due(self.synchronizer.num_steps)
         if self.autopilot is not None and self.autopilot.only_compares and not compared:
             return
         started = time.monotonic()

@@ -68,17 +68,25 @@ class Replicas:
         self._num_filled = 0  # elements until replicas were synchronized
         self._has_warned = False
 
-    def check_due(self, step: int) -> bool:
-        """Whether ranks compare their replicas in a step."""
-        since = step - self._counted_from
+    def check_due(self, num_steps: int) -> bool:
+        """Whether ranks compare their replicas in a step, counted from attach: states that they load may differ."""
+        since = num_steps - self._counted_from
         return bool(self._check_every) and since > 0 and since % self._check_every == 0
 
-    def check(self, ddp: DistributedDataParallel | None) -> None:
-        """Compare the replicas of all ranks. Returns at once. A rank that has joined passes None.
+    def check_if_due(self, ddp: DistributedDataParallel | None) -> None:
+        """Compare the replicas of all ranks if it is due. Returns at once. Call it in each step.
 
-        It takes no optimizer steps, and gets the parameters when all ranks have joined.
+        In the first step, ranks compare only which step they are at: a state may have been loaded.
+
+        Args:
+            ddp: The module. None for a rank that has joined: it takes no optimizer steps, and gets the parameters when
+                all ranks have joined.
         """
-        compared = None if ddp is None else torch_private.learning_parameters(ddp)
+        num_steps = self._synchronizer.num_steps
+        due = self.check_due(num_steps)
+        if not due and num_steps > 1:
+            return
+        compared = torch_private.learning_parameters(ddp) if due and ddp is not None else None
         on_difference = self._warn if self._synchronizer.replicas_may_differ else replica.fail
         self._synchronizer.check_replicas(compared, on_difference)
 
@@ -90,7 +98,7 @@ class Replicas:
             "The parameters of rank %s differ from those of the other ranks, as fill_after allows, and were not "
             "synchronized for %d steps. Call handle.synchronize_replicas() after each epoch. If epochs are longer, "
             "pass their number of steps as check_every= of attach.",
-            ", ".join(map(str, ranks)), self._synchronizer.step - self._counted_from,
+            ", ".join(map(str, ranks)), self._synchronizer.num_steps - self._counted_from,
         )  # fmt: skip
 
     def make_equal(self, ddp: DistributedDataParallel, source: int | None) -> SynchronizedReplicas:
@@ -106,7 +114,7 @@ class Replicas:
         chosen = int(counts.value()[:, 0].argmin()) if source is None else source
         copies = _Copies(self._group, chosen, self._synchronizer.timeout)
         distances = _copy(copies, *torch_private.replicated_tensors(ddp), self._optimizers)
-        self._counted_from, self._num_filled = self._synchronizer.step + 1, filled
+        self._counted_from, self._num_filled = self._synchronizer.num_steps + 1, filled
         if self._synchronizer.rank == 0:
             logger.info("All replicas are those of rank %d. They were up to %.3g apart.", chosen, max(distances))
         return SynchronizedReplicas(chosen, distances)

@@ -194,24 +194,25 @@ class Peers:
     def check_replicas(
         self, tensors: Iterable[torch.Tensor] | None, on_difference: Callable[[list[int]], None] = replica.fail
     ) -> None:
-        """Compare a hash of tensors over all ranks. Returns at once. Call it on every rank.
+        """Compare a hash of tensors over all ranks, and step and seed. Returns at once. Call it on every rank.
 
         Args:
             tensors: Tensors that must be equal on all ranks; None if this rank has nothing to compare at the moment.
-            on_difference: Called with the ranks that differ, if there are any, on a thread of the synchronizer. An
-                error that it raises ends the job.
+            on_difference: Called with the ranks whose tensors differ, if there are any, on a thread of the
+                synchronizer. An error that it raises ends the job.
 
         On failure: `wait` raises a `ReplicaError` that names the ranks that differ.
         """
         if self._engine is None:
             return
-        mine = replica.ABSENT if tensors is None else replica.fingerprint(tensors)
 
-        def compare(hashes: np.ndarray) -> None:
-            if odd := replica.odd_ranks(hashes):
+        def compare(numbers: np.ndarray) -> None:
+            replica.check_steps(numbers)
+            if odd := replica.odd_ranks(numbers):
                 on_difference(odd)
 
-        self._exchange("parameters", np.array([mine], float), compare, "hash")
+        mine = replica.numbers(tensors, self.step, self.seed)
+        self._exchange("parameters", mine, compare, "hash")
 
     def exchange(self, numbers: np.ndarray) -> torch.futures.Future[np.ndarray]:
         """Send numbers of every rank to all ranks. Returns at once. Call it on every rank.

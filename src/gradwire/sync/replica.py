@@ -1,8 +1,9 @@
-"""The replica check: ranks exchange a hash of their parameters and compare.
+"""The replica check: ranks exchange a hash of their parameters, step and seed, and compare.
 
 Guarantees: replicas that differ in one bit are found at the next check, except with a probability of 2⁻³². It costs one
-read of the parameters and 80 bytes per pair of ranks.
+read of the parameters and 96 bytes per pair of ranks.
 """
+# Shapes: W = ranks
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import google_crc32c
 import numpy as np
 import torch
 
-from gradwire.core.errors import ReplicaError
+from gradwire.core.errors import NO_TENSOR, ReplicaError
 from gradwire.core.spec import as_array
 
 ABSENT = math.nan  # instead of a hash, from a rank that has nothing to compare
@@ -28,13 +29,19 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     return checksum
 
 
-def odd_ranks(hashes: np.ndarray) -> list[int]:
-    """Return the ranks that differ from the majority, except absent ones.
+def numbers(tensors: Iterable[torch.Tensor] | None, step: int, seed: int) -> np.ndarray:
+    """Return what ranks compare: a hash of their parameters (`ABSENT` for None), step, and a hash of the seed."""
+    parameters = ABSENT if tensors is None else fingerprint(tensors)
+    return np.array([parameters, step, google_crc32c.value(str(seed).encode())], np.float64)
+
+
+def odd_ranks(numbers: np.ndarray) -> list[int]:
+    """Return the ranks whose parameters differ from those of the majority, except absent ones.
 
     Args:
-        hashes: Hash of each rank, float64[W, 1], or `ABSENT`.
+        numbers: Those of each rank, float64[W, 3].
     """
-    by_rank = {rank: value for rank, value in enumerate(hashes[:, 0].tolist()) if not math.isnan(value)}
+    by_rank = {rank: value for rank, value in enumerate(numbers[:, 0].tolist()) if not math.isnan(value)}
     common = Counter(by_rank.values()).most_common(1)
     return [rank for rank, value in by_rank.items() if value != common[0][0]]
 
@@ -48,3 +55,17 @@ def fail(odd: Sequence[int]) -> None:
         tensor="parameters",
         phase="replica check",
     )
+
+
+def check_steps(numbers: np.ndarray) -> None:
+    """Raise a `ReplicaError` unless all ranks have the same step and seed, of which their random numbers are made."""
+    for rank, (_, step, seed) in enumerate(numbers):
+        if (step, seed) != tuple(numbers[0, 1:]):
+            what = f"is in step {step:.0f}, and rank 0 in step {numbers[0, 1]:.0f}"
+            raise ReplicaError(
+                f"Rank {rank} {what if step != numbers[0, 1] else 'has another seed than rank 0'}. On all ranks, load "
+                "the states that one job has saved at one step, or none.",
+                rank=rank,
+                tensor=NO_TENSOR,
+                phase="replica check",
+            )

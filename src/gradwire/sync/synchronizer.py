@@ -273,7 +273,7 @@ class Synchronizer(Peers):
         if self._engine is not None:
             self._engine.raise_if_failed()
         self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
-        if self._watch is not None and self._watch.watches(self.step):
+        if self._watch is not None and self._watch.watches(self._num_steps):
             self._watch.take(self.step, slices)
         tensors = [each.tensor for each in slices]
         submission = Submission(Staging(tensors), tensors if result is None else result)
@@ -326,7 +326,7 @@ class Synchronizer(Peers):
                 self.rollback(names)
         if self._nonfinite:
             self.rollback(frozenset(self._nonfinite))  # tensors that no optimizer has
-        if self._watch is not None and self._watch.watches(self.step):
+        if self._watch is not None and self._watch.watches(self._num_steps):
             self._compare_norms(self._watch)
         self.count_step()
 

@@ -282,3 +282,15 @@ def strayed_replica(rank: int, world_size: int) -> dict[str, Any]:
             return {"type": type(error).__name__, "rank": error.rank, "step": step}
     handle.detach()
     return {"type": None, "rank": None, "step": None}
+
+
+def other_step(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 loads a state of another step than the others, whose random numbers are then other ones."""
+    ddp = wrap(model())
+    handle = gw.attach(ddp, gw.Plan("thc", min_elements=0))
+    handle.load_state_dict({**handle.state_dict(), "step": 8 if rank == 1 else 7})
+    try:
+        loss_of(ddp, next(batches(rank, world_size))).backward()
+    except gw.errors.SyncError as error:
+        return {"type": type(error).__name__, "rank": error.rank, "said": str(error)}
+    return {"type": None, "rank": None, "said": ""}
