@@ -40,5 +40,7 @@ def test_ranks_that_fill_are_told_and_are_equal_after_each_epoch() -> None:
     (said,) = first["said"]
     assert "not synchronized for 3 steps. Call handle.synchronize_replicas() after each epoch. If epochs" in said
     assert not second["said"], "rank 0 says it"
-    for rank in ranks:
-        assert any("elements had a mean of zero on this rank" in note for note in rank["notes"])
+    assert sum(second["filled"]), "some sums never come"
+    for rank in ranks:  # whether the first fills depends on how fast it is sent again what is lost
+        said = any("elements had a mean of zero on this rank" in note for note in rank["notes"])
+        assert said == any(rank["filled"])
