@@ -26,7 +26,8 @@ from benchmarks.planning.described import LATENCY_SECONDS, MEMORY_BYTES_A_SECOND
 from benchmarks.planning.device_counts import has_device_code
 from gradwire import planner
 from gradwire.planner import PlanTable
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.planner.fidelity import RankedCompressor, methods
 from gradwire.planner.options import FIRST_BUCKET_BYTES, for_ranks
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, models, step

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.spec import TensorSpec
-from gradwire.planner.costs import Costs, LinearCost
+from gradwire.planner.costs import Costs
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, StepResult, step
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.plan import Plan

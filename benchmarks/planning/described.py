@@ -30,7 +30,8 @@ from benchmarks.planning.device_counts import Counts
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.context import Context
 from gradwire.core.spec import TensorSpec
-from gradwire.planner.costs import CodecCosts, Cost, Costs, Curve, LinearCost
+from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.curves import Cost, Curve, LinearCost
 from gradwire.simulate import SimulatedLink
 
 LAUNCH_SECONDS, OPERATION_SECONDS, VIEW_SECONDS, COPY_SECONDS, SYNC_SECONDS = 10e-6, 5e-6, 1e-6, 7e-6, 10e-6

@@ -35,7 +35,7 @@ from gradwire.compressors.base.traced import TracedCompressor
 from gradwire.core.context import Context
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import TensorSpec
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton

@@ -5,7 +5,8 @@ from dataclasses import replace
 from benchmarks.planning import auto_simulated, described
 from benchmarks.planning.auto_simulated import NATIVE, NATIVE_FP16
 
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import FEW_ENCODES, RankedCompressor
 from gradwire.sync.plan import Plan
 from gradwire.tuning.candidates import Candidate

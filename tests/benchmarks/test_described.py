@@ -5,7 +5,8 @@ from benchmarks.planning import described, device_counts
 from benchmarks.planning.device_counts import Counts
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import CodecCosts, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import Curve, LinearCost
 
 pytestmark = pytest.mark.ci  # the interpreter is slow
 

@@ -12,7 +12,7 @@ from benchmarks.papers.hipress.equations import (
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 
 MB = 2**20
 EC2 = Hardware(

@@ -8,7 +8,7 @@ from benchmarks.planning.calibration import Calibration, Measured
 
 from benchmarks import runner
 from gradwire.bench.records import read_figures
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import SimulatedModel, step
 from tests.simulate.costs import costs
 

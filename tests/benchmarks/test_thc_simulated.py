@@ -6,7 +6,8 @@ import pytest
 import torch
 from benchmarks.papers.thc import simulated
 
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, models, step
 
 pytestmark = pytest.mark.ci

@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import EVERYWHERE, FEW_ENCODES, RankedCompressor
 
 SPECS = ("none", "half", "bit", "lanes", "stats")

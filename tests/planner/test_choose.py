@@ -12,7 +12,8 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import schedule
 from gradwire.planner.choose import plan, uniform
 from gradwire.planner.closed_forms import native_seconds, route
-from gradwire.planner.costs import CodecCosts, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import DENSE, EVERYWHERE, RankedCompressor, methods
 from gradwire.planner.options import PlannedTensor, best_alone, options, partition_counts
 from gradwire.planner.schedule import ScheduledTensor

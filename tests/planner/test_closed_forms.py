@@ -14,7 +14,8 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import schedule
 from gradwire.planner.closed_forms import FORMS, Leg, native_seconds, route
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.planner.options import PlannedTensor, codec_for
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan

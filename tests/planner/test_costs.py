@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.planner.costs import CodecCosts, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import Curve, LinearCost
 
 sizes = st.lists(st.integers(1, 10**9), min_size=2, max_size=8, unique=True)
 parts = st.floats(1e-12, 1e-3)

@@ -6,7 +6,8 @@ import pytest
 
 from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.closed_forms import native_seconds, route
-from gradwire.planner.costs import CodecCosts, LinearCost
+from gradwire.planner.costs import CodecCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import DENSE, LISTED, RankedCompressor, methods
 from gradwire.simulate import Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan

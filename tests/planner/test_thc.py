@@ -5,7 +5,8 @@ import pytest
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, fidelity, plan
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.table import PlanTable
 from gradwire.simulate import models
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.simulate import SimulatedGradient, SimulatedModel
 
 DENSE = CodecCosts(FREE, FREE, FREE, LinearCost(0.0, 4.0))

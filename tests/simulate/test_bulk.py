@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Bulk, Cluster, SimulatedLink, Straggler, step
 from gradwire.sync.plan import Plan
 from tests.simulate.costs import costs, model, onebit

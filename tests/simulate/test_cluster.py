@@ -3,7 +3,7 @@
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Bulk, Cluster, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.sync.plan import Plan
 from tests.simulate.costs import costs, model, onebit

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gradwire.compressors.base.registry import make
-from gradwire.planner.costs import Costs, LinearCost
+from gradwire.planner.costs import Costs
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate.frames import measure_frame
 from gradwire.simulate.graphs import Work
 from gradwire.simulate.machine import machine_costs

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import (
     Cluster,
     Compute,

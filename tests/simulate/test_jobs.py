@@ -7,7 +7,7 @@ import torch
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedLink, SimulatedModel, step
 from gradwire.simulate.jobs import jobs_of
 from gradwire.sync.fusion import DenseGroup

@@ -7,7 +7,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import FREE, LinearCost
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.simulate import (
     Cluster,
     SimulatedGradient,

@@ -7,7 +7,8 @@ import pytest
 from gradwire.compressors.base.registry import make
 from gradwire.core.errors import OptionError
 from gradwire.planner.closed_forms import route
-from gradwire.planner.costs import CodecCosts, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import (
     Cluster,
     Compute,

@@ -15,7 +15,8 @@ from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
 from gradwire.planner.closed_forms import route
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.tuning.auto import (
     NATIVE,
     NATIVE_FP16,

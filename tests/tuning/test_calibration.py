@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.tuning.calibration import Calibration, CalibrationSample
 from gradwire.tuning.candidates import native_step
 from gradwire.tuning.measure_codec import measure_codec

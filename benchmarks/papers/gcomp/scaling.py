@@ -25,7 +25,8 @@ from gradwire.compressors import make
 from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.ddp.optimizer_state import OptimizerState
-from gradwire.planner.costs import Costs, Curve
+from gradwire.planner.costs import Costs
+from gradwire.planner.curves import Curve
 from gradwire.simulate import Cluster, Compute, SimulatedLink, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan

@@ -23,7 +23,8 @@ import typer
 from benchmarks.options import choose
 from benchmarks.planning.described import gpu_costs, link
 from gradwire.lab.units import parse_queue
-from gradwire.planner.costs import Costs, LinearCost
+from gradwire.planner.costs import Costs
+from gradwire.planner.curves import LinearCost
 from gradwire.simulate import Bulk, Cluster, Compute, SimulatedModel, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.simulate.sweep import SweepMethod

@@ -23,7 +23,8 @@ import typer
 
 from benchmarks.options import choose
 from benchmarks.planning.described import MEMORY_BYTES_A_SECOND, gpu_costs, link
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedModel, StepResult, models, step
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan

@@ -21,7 +21,8 @@ import typer
 
 from benchmarks.papers.hipress.equations import Choice, Hardware, Topology, choose, fewest
 from gradwire.planner.closed_forms import route
-from gradwire.planner.costs import FREE, CodecCosts, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, Curve, LinearCost
 
 MB = 1 << 20  # as in the paper's table 6
 RATE = 100e9 / 8  # bytes a second

@@ -29,7 +29,8 @@ from benchmarks.micro import aggregation_server, xdp_packets
 from benchmarks.options import choose
 from benchmarks.planning.auto_simulated import BUCKET_BYTES, buckets_of
 from benchmarks.plotting import COLORS, DENSE, figure, legend_below, plain_numbers
-from gradwire.planner.costs import FREE, CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import FREE, LinearCost
 from gradwire.simulate import (
     Cluster,
     Compute,

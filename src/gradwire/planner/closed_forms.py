@@ -31,7 +31,8 @@ from typing import Literal
 from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import OptionError, UnknownNameError
 from gradwire.planner import pairs
-from gradwire.planner.costs import CodecCosts, Cost, Costs
+from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.curves import Cost
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.plan_entry import IN_PLACE
 from gradwire.sync.strategies import STRATEGIES

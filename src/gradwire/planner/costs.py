@@ -3,130 +3,30 @@
 Units are seconds, bytes and elements. Calibration fills these classes in, the planner and the simulator read them, and
 `Costs.to_json` keeps them in a file that a person can read and correct.
 
-A link is a straight line, of latency and rate. A codec is a `Curve`: on one core, `onebit` encodes an element in
-0.26 ns in a tensor of a million, and in 0.69 ns in one of sixteen million, which no longer fits the caches. A line
-through both is wrong by a factor of two.
+A link is a straight line, of latency and rate. A codec has curves.
 
-Source: HiPress (SOSP 2021), section 3.3, which fits such curves too. Differences: ranks may have different links.
+Source: HiPress (SOSP 2021), section 3.3. Differences: ranks may have different links.
 """
 
 # Shapes: W = ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.planner.curves import FREE, Cost, Curve, LinearCost, expect_numbers, lowered
+from gradwire.planner.documents import CORRECT, expect_fields, read_document
 from gradwire.wire.frame import HEADER_BYTES
 
 FORMAT, VERSION = "gradwire costs", 3
 SHARED = ("shared_encode", "shared_decode", "shared_merge")
 """Fields of `CodecCosts` that are seconds, whatever the number of elements."""
-_CORRECT = "Correct the file, or make it again."
-
-
-def _expect_numbers(what: str, values: Iterable[float]) -> None:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise OptionError(f"{what} must be finite numbers of at least 0, not {value!r}. Measure them again.")
-
-
-def _pairs(xs: Sequence[float], ys: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    x, y = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
-    sound = x.shape == y.shape and x.ndim == 1 and len(np.unique(x)) >= 2
-    if not (sound and np.isfinite([x, y]).all() and (x > 0).all() and (y > 0).all()):
-        raise OptionError(
-            f"A fit needs positive figures at two or more different sizes, not {list(ys)} at {list(xs)}. "
-            "Measure at least a small and a large size."
-        )
-    return x, y
-
-
-@dataclass(frozen=True)
-class LinearCost:
-    """A straight line: fixed + slope · x."""
-
-    fixed: float
-    slope: float
-
-    def __post_init__(self) -> None:
-        _expect_numbers("Parts of a line", asdict(self).values())
-
-    def __call__(self, x: float) -> float:
-        return self.fixed + self.slope * x
-
-    @classmethod
-    def fit(cls, xs: Sequence[float], ys: Sequence[float]) -> LinearCost:
-        """Fit the non-negative line of least squared *relative* errors, so that small sizes count too.
-
-        Raises:
-            OptionError: There are fewer than two different sizes, or a figure is not positive and finite.
-        """
-        x, y = _pairs(xs, ys)
-        weighted = np.stack([1 / y, x / y], axis=1)
-        fixed, slope = np.linalg.lstsq(weighted, np.ones(len(y)), rcond=None)[0]
-        if fixed < 0:  # the best of one part alone
-            ratio = x / y
-            fixed, slope = 0.0, ratio.sum() / (ratio * ratio).sum()
-        elif slope < 0:
-            fixed, slope = (1 / y).sum() / (1 / y**2).sum(), 0.0
-        return cls(float(fixed), float(slope))
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Piecewise-linear interpolation of measured points, with linear extrapolation. Never falls, never below zero.
-
-    Attributes:
-        points: Pairs (x, y), x rising, y not falling.
-    """
-
-    points: tuple[tuple[float, float], ...]
-
-    def __post_init__(self) -> None:
-        _expect_numbers("Points of a curve", itertools.chain.from_iterable(self.points))
-        xs, ys = [x for x, _ in self.points], [y for _, y in self.points]
-        if len(xs) < 2 or any(a >= b for a, b in itertools.pairwise(xs)) or ys != sorted(ys):
-            raise OptionError(
-                f"A curve needs two or more points, with x rising and y not falling, not {self.points}. "
-                "Call Curve.through(xs, ys)."
-            )
-
-    def __call__(self, x: float) -> float:
-        right = min(max(bisect_right(self.points, (x, math.inf)), 1), len(self.points) - 1)
-        (x0, y0), (x1, y1) = self.points[right - 1], self.points[right]
-        return max(0.0, y0 + (x - x0) * (y1 - y0) / (x1 - x0))
-
-    @classmethod
-    def through(cls, xs: Sequence[float], ys: Sequence[float]) -> Curve:
-        """Return the curve through measurements: the least at each size, and nowhere more than at a larger size.
-
-        Noise only adds time. Of two points that fall, the earlier one is wrong.
-
-        Raises:
-            OptionError: There are fewer than two different sizes, or a figure is not positive and finite.
-        """
-        x, y = _pairs(xs, ys)
-        least: dict[float, float] = {}
-        for size, seconds in zip(x.tolist(), y.tolist()):
-            least[size] = min(seconds, least.get(size, math.inf))
-        sizes = sorted(least)
-        lowered = list(itertools.accumulate((least[size] for size in reversed(sizes)), min))[::-1]
-        return cls(tuple(zip(sizes, lowered)))
-
-
-Cost = LinearCost | Curve
-FREE = LinearCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -144,7 +44,7 @@ class LinkCosts:
     per_message: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect_numbers("Costs of a link", asdict(self).values())
+        expect_numbers("Costs of a link", asdict(self).values())
 
     def busy(self, nbytes: float) -> float:
         """Seconds that a message of `nbytes` occupies the link."""
@@ -198,7 +98,7 @@ class CodecCosts:
     shared_merge: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect_numbers("Shared seconds", (self.shared_encode, self.shared_decode, self.shared_merge))
+        expect_numbers("Shared seconds", (self.shared_encode, self.shared_decode, self.shared_merge))
         for group in (("stats", "stats_bytes"), ("accumulate", "finalize", "accumulator_bytes")):
             if len({getattr(self, name) is None for name in group}) > 1:
                 raise OptionError(f"Only some of {', '.join(group)} are given. Pass all of them, or none.")
@@ -221,24 +121,10 @@ class CodecCosts:
         share = 1 - 1 / num_tensors
         return replace(
             self,
-            encode=_lowered(self.encode, share * self.shared_encode),
-            decode=_lowered(self.decode, share * self.shared_decode),
-            merge=_lowered(self.merge, share * self.shared_merge),
+            encode=lowered(self.encode, share * self.shared_encode),
+            decode=lowered(self.decode, share * self.shared_decode),
+            merge=lowered(self.merge, share * self.shared_merge),
         )
-
-
-def scaled(cost: Cost, factor: float) -> Cost:
-    """Return a cost that is higher by a factor."""
-    if isinstance(cost, LinearCost):
-        return LinearCost(factor * cost.fixed, factor * cost.slope)
-    return Curve(tuple((x, factor * y) for x, y in cost.points))
-
-
-def _lowered(cost: Cost, seconds: float) -> Cost:
-    """Return a cost that is lower by `seconds`, but not below zero."""
-    if isinstance(cost, LinearCost):
-        return LinearCost(max(0.0, cost.fixed - seconds), cost.slope)
-    return Curve(tuple((x, max(0.0, y - seconds)) for x, y in cost.points))
 
 
 @dataclass(frozen=True)
@@ -278,7 +164,7 @@ class Costs:
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        _expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
+        expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
         if type(self.in_place) is not bool:
             raise OptionError(f"in_place is true or false, not {self.in_place!r}.")
         for name in ("world_size", "ranks_per_node"):
@@ -360,7 +246,7 @@ class Costs:
         """
         found = expect_fields(read_document(text, FORMAT, VERSION), cls, "costs")
         if not isinstance(found["links"], list):
-            raise OptionError(f"links must be a list, not {found['links']!r}. {_CORRECT}")
+            raise OptionError(f"links must be a list, not {found['links']!r}. {CORRECT}")
         found["links"] = tuple(LinkCosts(**expect_fields(link, LinkCosts, "links")) for link in found["links"])
         for name in ("native", "within"):
             if found.get(name) is not None:
@@ -369,46 +255,9 @@ class Costs:
             if name in found:
                 found[name] = _read_cost(found[name], name)
         if not isinstance(found["codecs"], dict):
-            raise OptionError(f"codecs must be an object with a codec per name, not {found['codecs']!r}. {_CORRECT}")
+            raise OptionError(f"codecs must be an object with a codec per name, not {found['codecs']!r}. {CORRECT}")
         found["codecs"] = {spec: _read_codec(codec, spec) for spec, codec in found["codecs"].items()}
         return cls(**found)
-
-
-def read_document(text: str, format: str, version: int) -> dict[str, Any]:
-    """Read a JSON object that names its format and version, and return its other entries.
-
-    Raises:
-        OptionError: It is not JSON, or has another format or version.
-    """
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise OptionError(f"A {format} file is JSON, and this is not: {error}. {_CORRECT}") from None
-    if not isinstance(document, dict) or document.get("format") != format:
-        raise OptionError(f"This is not a {format} file. Check the path.")
-    if document.get("version") != version:
-        raise OptionError(
-            f"This {format} file has version {document.get('version')!r}, and this release of gradwire reads version "
-            f"{version}. Make the file again."
-        )
-    return {key: value for key, value in document.items() if key not in ("format", "version")}
-
-
-def expect_fields(document: Any, cls: type, where: str) -> dict[str, Any]:
-    """Return the entries of a JSON object for a dataclass.
-
-    Raises:
-        OptionError: It is not an object, or entries are unknown or missing.
-    """
-    if not isinstance(document, dict):
-        raise OptionError(f"{where} must be an object, not {document!r}. {_CORRECT}")
-    known = {field.name for field in fields(cls)}
-    missing = {field.name for field in fields(cls) if field.default is MISSING} - document.keys()
-    if missing or document.keys() - known:
-        wrong = {"lacks": missing, "has unknown": document.keys() - known}
-        said = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in wrong.items() if names)
-        raise OptionError(f"The file {said} (in {where}). {_CORRECT}")
-    return dict(document)
 
 
 def _read_codec(document: Any, spec: str) -> CodecCosts:
@@ -423,6 +272,6 @@ def _read_cost(document: Any, where: str) -> Cost:
     if isinstance(document, dict) and "points" in document:
         points = expect_fields(document, Curve, where)["points"]
         if not (isinstance(points, list) and all(isinstance(each, list) and len(each) == 2 for each in points)):
-            raise OptionError(f"points must be a list of pairs, not {points!r} (in {where}). {_CORRECT}")
+            raise OptionError(f"points must be a list of pairs, not {points!r} (in {where}). {CORRECT}")
         return Curve(tuple((x, y) for x, y in points))
     return LinearCost(**expect_fields(document, LinearCost, where))

@@ -16,7 +16,8 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import compressor_of, names
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, scaled
+from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.curves import LinearCost, scaled
 from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import expect_fields, read_document
+from gradwire.planner.documents import expect_fields, read_document
 from gradwire.sync.fusion import is_fused
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradwire.core.errors import OptionError
-from gradwire.planner.costs import Cost, LinearCost, LinkCosts
+from gradwire.planner.costs import LinkCosts
+from gradwire.planner.curves import Cost, LinearCost
 
 _SEGMENT_BYTES = 1448
 _SEGMENT_HEADER_BYTES = 66

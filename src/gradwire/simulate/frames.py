@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradwire.core.errors import PeerTimeoutError, SyncError
 from gradwire.net.tcp import TcpTransport
 from gradwire.net.transport import Callbacks, Transport
-from gradwire.planner.costs import LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)

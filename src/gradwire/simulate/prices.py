@@ -11,7 +11,8 @@ from gradwire.compressors.base import Compressor, SummableCompressor
 from gradwire.compressors.base.registry import DENSE_NAME, spec_of
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import pairs
-from gradwire.planner.costs import CodecCosts, Costs, Curve
+from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.curves import Curve
 from gradwire.planner.options import EXACT, PlannedTensor, codec_for
 from gradwire.simulate.graphs import Shapes, Work
 from gradwire.simulate.served import ServedPrices

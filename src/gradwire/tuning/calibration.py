@@ -20,7 +20,8 @@ import torch
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.lang.turns import in_turns
-from gradwire.planner.costs import SHARED, CodecCosts, Cost, Costs, Curve, LinearCost, LinkCosts
+from gradwire.planner.costs import SHARED, CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import Cost, Curve, LinearCost
 from gradwire.sync.exchange import MAX_NUMBERS
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.measure_codec import measure_add, measure_codec, measure_task

@@ -30,7 +30,8 @@ from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.net.transport import Callbacks, Transport
 from gradwire.observe.metrics import Metrics
-from gradwire.planner.costs import CodecCosts, Curve
+from gradwire.planner.costs import CodecCosts
+from gradwire.planner.curves import Curve
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
 from gradwire.residuals.transaction import ResidualKey, Residuals

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from gradwire.planner.costs import SHARED, Cost
+from gradwire.planner.costs import SHARED
+from gradwire.planner.curves import Cost
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.fusion import FusionGroup, FusionLayout, can_be_fused

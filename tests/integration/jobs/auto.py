@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.planner import PlannedTensor, PlanTable, plan
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.tuning.auto import NATIVE, REST_STEPS, TIMED_STEPS, WINDOW
 from gradwire.tuning.candidates import Candidate

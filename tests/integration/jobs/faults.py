@@ -20,7 +20,8 @@ from gradwire.bench.probe_job import ProbeJob
 from gradwire.core.events import Event
 from gradwire.net import tcp
 from gradwire.planner import PlannedTensor, plan
-from gradwire.planner.costs import CodecCosts, Costs, LinearCost, LinkCosts
+from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.sync import peers
 from gradwire.sync.synchronizer import Synchronizer
