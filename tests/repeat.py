@@ -16,6 +16,7 @@ names; a tree with changes is named as such. A form that fails is not run again 
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
@@ -52,7 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run each form several times, and all others in between; as a plugin of the processes that run them."""
     copies = json.loads(os.environ.get(COPIES, "{}"))
     turns = range(max(copies.values(), default=1))
-    items[:] = [item for turn in turns for item in items if copies.get(item.nodeid, 1) > turn]
+    items[:] = [_copy(item) if turn else item for turn in turns for item in items if copies.get(item.nodeid, 1) > turn]
+
+
+def _copy(item: pytest.Item) -> pytest.Item:
+    """A test of its own: pytest would not set up the same one again if it followed on itself."""
+    assert isinstance(item, pytest.Function)
+    copied = copy.copy(item)
+    copied._report_sections, copied.stash = [], pytest.Stash()
+    copied._initrequest()
+    return copied
 
 
 @dataclass

@@ -20,8 +20,9 @@ def test_that_fails_once():
     log.write_text((log.read_text() if log.exists() else "") + ".")
     assert len(log.read_text()) != 3, "the third one"
 
-def test_that_passes():
-    pass
+def test_that_passes(tmp_path):
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").touch()
 """
 
 
@@ -62,3 +63,6 @@ def test_runs_are_counted_over_several_sittings_and_failures_are_kept(tmp_path: 
     assert "the third one" in kept.read_text()
     assert repeat(2).returncode == 0, "the one that failed starts over"
     assert counts(record)["test_some.py::test_that_fails_once"] == Runs(4, 1, 0, 2)
+    (tmp_path / "test_some.py").write_text(TESTS.replace("test_that_fails_once", "not_a_test"))
+    assert repeat(40).returncode == 0
+    assert counts(record)["test_some.py::test_that_passes"] == Runs(40, 0, 0, 40), "set up each time, if it is alone"
