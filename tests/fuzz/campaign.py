@@ -18,7 +18,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,25 +87,26 @@ def run(target: Target, cases: int, seed: int, reproducer: Path | None = None) -
     outcome = Outcome(target.name, 0, 0, 0, 0.0, 0)
     memory, began = peak_bytes(), time.monotonic()
     valid = {start.data for start in corpus}
-    for attempt in itertools.count():
-        if outcome.cases == cases:
-            break
-        if attempt % 100 == 0:  # compiled code does not see the alarm: then at least say where, and end
-            faulthandler.dump_traceback_later(300, exit=True)  # by the clock: with low priority, 1,000 took 100 s
-        data, start = mutate(corpus, rng, target.framed)
-        if data in valid:
-            continue
-        try:
-            with no_hang():
+    with no_hang() as begin:
+        for attempt in itertools.count():
+            if outcome.cases == cases:
+                break
+            if attempt % 100 == 0:  # compiled code does not see the alarm: then at least say where, and end
+                faulthandler.dump_traceback_later(300, exit=True)  # by the clock: with low priority, 1,000 took 100 s
+            data, start = mutate(corpus, rng, target.framed)
+            if data in valid:
+                continue
+            try:
+                begin()
                 taken = target.check(data, start, rng)
-        except Exception as error:
-            outcome.failure = f"{type(error).__name__}: {error}"
-            if reproducer is not None:
-                reproducer.write_bytes(data)
-            break
-        outcome.cases += 1
-        outcome.taken += taken
-        outcome.refused += not taken
+            except Exception as error:
+                outcome.failure = f"{type(error).__name__}: {error}"
+                if reproducer is not None:
+                    reproducer.write_bytes(data)
+                break
+            outcome.cases += 1
+            outcome.taken += taken
+            outcome.refused += not taken
     faulthandler.cancel_dump_traceback_later()
     outcome.seconds = time.monotonic() - began
     outcome.grown_bytes = peak_bytes() - memory
@@ -119,18 +120,24 @@ def peak_bytes() -> int:
 
 
 @contextlib.contextmanager
-def no_hang() -> Iterator[None]:
-    """Raise in the main thread when the block takes too much time of the processor, or far too much of the clock."""
+def no_hang() -> Iterator[Callable[[], None]]:
+    """Raise in the main thread when a case takes too much time of the processor, or far too much of the clock.
+
+    What is yielded is called at the beginning of each case.
+    """
 
     def alarm(number: int, frame: FrameType | None) -> None:
         raise BrokenPromiseError(f"no end within {HANG_SECONDS} s")
 
     timers = (signal.SIGPROF, signal.ITIMER_PROF, HANG_SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, 12 * HANG_SECONDS)
     previous = [signal.signal(number, alarm) for number, _, _ in timers]
-    for _, timer, seconds in timers:
-        signal.setitimer(timer, seconds)
+
+    def begin() -> None:
+        for _, timer, seconds in timers:
+            signal.setitimer(timer, seconds)
+
     try:
-        yield
+        yield begin
     finally:
         for (number, timer, _), handler in zip(timers, previous, strict=True):
             signal.setitimer(timer, 0)
