@@ -59,13 +59,16 @@ def fail(odd: Sequence[int]) -> None:
 
 def check_steps(numbers: np.ndarray) -> None:
     """Raise a `ReplicaError` unless all ranks have the same step and seed, of which their random numbers are made."""
+    _, first_step, first_seed = numbers[0]
     for rank, (_, step, seed) in enumerate(numbers):
-        if (step, seed) != tuple(numbers[0, 1:]):
-            what = f"is in step {step:.0f}, and rank 0 in step {numbers[0, 1]:.0f}"
-            raise ReplicaError(
-                f"Rank {rank} {what if step != numbers[0, 1] else 'has another seed than rank 0'}. On all ranks, load "
-                "the states that one job has saved at one step, or none.",
-                rank=rank,
-                tensor=NO_TENSOR,
-                phase="replica check",
-            )
+        if (step, seed) == (first_step, first_seed):
+            continue
+        what = f"Rank {rank} has another seed than rank 0."
+        if step != first_step:
+            what = f"Rank {rank} is in step {step:.0f}, and rank 0 in step {first_step:.0f}."
+        raise ReplicaError(
+            f"{what} On all ranks, load the states that one job has saved at one step, or none.",
+            rank=rank,
+            tensor=NO_TENSOR,
+            phase="replica check",
+        )
