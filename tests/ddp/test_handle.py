@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +28,12 @@ class Branches(nn.Module):
         return result
 
 
-def step_twice(call: nn.Module, ddp: DistributedDataParallel, **options: bool) -> None:
+def step_often(call: nn.Module, ddp: DistributedDataParallel, **options: bool) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer, **options)  # type: ignore[arg-type]
     call(torch.ones(5, 4, dtype=next(ddp.parameters()).dtype)).sum().backward()
-    optimizer.step()
-    optimizer.step()
+    for _ in range(4):
+        optimizer.step()
     handle.detach()
 
 
@@ -39,13 +41,13 @@ def test_an_optimizer_that_steps_without_an_averaged_backward_is_told_why_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2))
-    step_twice(ddp.module, ddp)
+    step_often(ddp.module, ddp)
     ddp = DistributedDataParallel(nn.Linear(4, 2))
-    step_twice(ddp.half(), ddp)
+    step_often(ddp.half(), ddp)
     ddp = DistributedDataParallel(Branches())
-    step_twice(ddp, ddp)
+    step_often(ddp, ddp)
     ddp = DistributedDataParallel(nn.Linear(4, 2))
-    step_twice(ddp, ddp, register=False)
+    step_often(ddp, ddp, register=False)
     called, converted, unused, hook = (record.message for record in caplog.records)
     for message in (called, converted, unused, hook):
         assert "Call the DDP module, not the model in it." in message
@@ -55,13 +57,16 @@ def test_an_optimizer_that_steps_without_an_averaged_backward_is_told_why_once(
     assert "Call handle.hook(state, bucket) in the hook that you register" in hook
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_checkpoints_that_create_the_optimizers_state_are_no_steps_without_an_average(
+    momentum: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
-    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in ddp.module]
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=momentum) for part in ddp.module]
     handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizers)
-    get_state_dict(ddp, optimizers)
+    for _ in range(3):  # without momentum there is no state, and each call creates it again
+        get_state_dict(ddp, optimizers)
     assert not caplog.records
     handle.detach()
 
@@ -87,6 +92,37 @@ def test_a_complex_parameter_that_thaws_is_refused_as_at_attach() -> None:
         model.phase.requires_grad_(True)
         with pytest.raises(AttachError, match=r"Parameter 'phase' is torch\.complex64"):
             ddp(torch.ones(5, 4)).backward()
+
+
+def test_a_state_loads_into_a_model_with_frozen_parameters_of_other_types() -> None:
+    model = nn.Linear(4, 2)
+    for dtype in (torch.uint8, torch.int8, torch.bool, torch.complex64):
+        model.register_parameter(str(dtype)[6:], nn.Parameter(torch.ones(3).to(dtype), requires_grad=False))
+    ddp = DistributedDataParallel(model)
+    with gw.attach(ddp, gw.Plan("threelc", min_elements=0)) as handle:
+        ddp(torch.ones(5, 4)).sum().backward()
+        handle.load_state_dict(handle.state_dict())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_that_leaves_the_block_writes_to_no_file_of_its_parent(tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    with gw.attach(ddp, "none") as handle, handle.trace(tmp_path / "trace.json") as trace:
+        handle.log_to(tmp_path / "log.csv", every=1)
+        ddp(torch.ones(5, 4)).sum().backward()
+        before = (tmp_path / "log.csv").read_bytes(), trace.path.read_bytes()
+        child = os.fork()
+        if child == 0:
+            try:
+                trace.close()
+                handle.detach()
+                same = before == ((tmp_path / "log.csv").read_bytes(), trace.path.read_bytes())
+                os._exit(0 if same else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "log.csv").read_bytes() != before[0]
+    assert trace.path.read_text().endswith("]\n")
 
 
 def test_it_is_said_which_gradients_are_sparse(caplog: pytest.LogCaptureFixture) -> None:

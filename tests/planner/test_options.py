@@ -1,10 +1,13 @@
 """Tensors as DDP hands them over."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.compressors.base.registry import make
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, in_buckets
+from gradwire.planner.costs import LinkCosts
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.planner.options import for_ranks, options
 from tests.planner.machines import codecs, costs
@@ -41,3 +44,14 @@ def test_accumulators_are_as_wide_as_a_sum_over_all_ranks_needs(spec, world_size
     needed = compressor.accumulator_size(TensorSpec((numel,))) * compressor.accumulator_dtype(world_size).itemsize
     assert found.codec(spec).accumulator_bytes(numel) == pytest.approx(needed, rel=1e-3)
     assert (found.world_size, found.codec("none")) == (world_size, measured.codec("none"))
+
+
+def test_a_job_of_several_nodes_has_the_links_between_nodes_and_not_that_within_the_one_that_was_measured():
+    within, between, native = LinkCosts(1e-6, 1e-11), LinkCosts(1e-4, 1e-9), LinkCosts(1e-6, 2e-11)
+    measured = replace(costs(4), links=(between,), ranks_per_node=4, within=within, native=native)
+    assert measured.slowest == within
+    found = for_ranks(measured, 16)
+    assert found.slowest == between and found.within == within
+    assert found.native is None, "it was measured within the node"
+    assert for_ranks(found, 4).slowest == within
+    assert for_ranks(measured, 4) == measured

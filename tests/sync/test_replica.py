@@ -115,6 +115,17 @@ def test_ranks_that_load_states_of_different_steps_or_jobs_are_named(changed: di
             assert error.rank == 1
 
 
+def test_the_majority_is_right_about_the_step() -> None:
+    def run(one: Synchronizer) -> None:
+        one.load_state_dict({**one.state_dict(), "step": 5 if one.rank == 0 else 6})
+        one.check_replicas(None)
+        one.wait()
+
+    with ranks(3, Plan("none")) as group:
+        for error in group.outcomes(run):
+            assert "Rank 0 is in step 5, and rank 1 in step 6." in str(error)
+
+
 def test_states_of_one_step_with_a_seed_of_any_size_are_equal() -> None:
     def run(one: Synchronizer) -> None:
         one.load_state_dict({**one.state_dict(), "step": 40, "seed": 2**70})

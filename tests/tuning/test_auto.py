@@ -210,6 +210,24 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
         assert not torch.equal(aux["parameter"], ddp.module.weight.detach().reshape(-1))  # a copy, of step 2
 
 
+def test_a_sample_with_the_state_of_the_optimizer_takes_the_place_of_one_without() -> None:
+    """As where a GradScaler has skipped the first steps."""
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    found = []
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 40)).square().sum().backward()
+        if step >= 2:
+            optimizer.step()
+        pilot = handle.autopilot
+        assert pilot is not None
+        found.append(pilot._sample is not None and bool(pilot._sample.aux))
+    assert found == [False, False, False, True, True]
+    handle.detach()
+
+
 @pytest.mark.parametrize(("given", "unchosen"), [
     ("none", "DDP's all-reduce"),  # but not its hook, which would round what was to stay
     ("onebit", "gradwire, dense where auto decides"),  # DDP's would not compress what was to be compressed

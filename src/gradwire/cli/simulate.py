@@ -123,6 +123,7 @@ class ClusterOptions:
             OptionError: A value does not fit, or describes links that were measured.
         """
         from gradwire.lab.units import parse_rate
+        from gradwire.planner.costs import slowest
         from gradwire.simulate import Cluster, SimulatedLink
 
         per_node = 1 if self.per_node is None else self.per_node
@@ -131,10 +132,10 @@ class ClusterOptions:
         inner = SimulatedLink(
             parse_rate(self.inner_rate or DEFAULT_INNER_RATE), seconds(self.inner_latency or DEFAULT_INNER_LATENCY)
         )
-        if costs is not None and costs.slowest.seconds_per_byte and self.rate is None:
+        if costs is not None and slowest(costs.links).seconds_per_byte and self.rate is None:
             self._expect_no_other(costs)
             per_node = costs.ranks_per_node
-            links = [SimulatedLink.measured(costs.slowest, per_node)]
+            links = [SimulatedLink.measured(slowest(costs.links), per_node)]
             inner = inner if costs.within is None else SimulatedLink.measured(costs.within)
         stragglers = dict(_straggler(text) for text in self.straggler or [])
         return [

@@ -149,8 +149,10 @@ def _check_arguments(scaler: object, check_every: object, options: object) -> No
     """Refuse arguments of wrong types, which would be noticed in a backward pass only."""
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise OptionTypeError(f"scaler must be a GradScaler, not {scaler!r}. Leave it out if there is none.")
-    if type(check_every) is not int or check_every < 0:
+    if type(check_every) is not int:
         raise OptionTypeError(f"check_every is a number of backward passes, or 0 for never, not {check_every!r}.")
+    if check_every < 0:
+        raise OptionError(f"check_every is a number of backward passes, or 0 for never, not {check_every}.")
     if not isinstance(options, SyncOptions):
         raise OptionTypeError(f"options must be gradwire.SyncOptions(...), not {options!r}.")
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.ddp.advice import advising, what_to_do
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import check_types, slot_of
@@ -63,8 +63,8 @@ class Handle(ObservedHandle):
         self._scaler = scaler
         self._loss_scale: float | None = None  # of the residuals, if known
         self._active_ranks = synchronizer.world_size
-        self._called = False  # and the number of steps of each optimizer before that:
-        self._early_steps = Counter[frozenset[str] | None]()
+        self._called = False  # and the number of steps of each optimizer, by its id, before that:
+        self._early_steps = Counter[int]()
         self._last_index = sys.maxsize  # of the bucket before, see _is_first
         self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
@@ -128,7 +128,7 @@ class Handle(ObservedHandle):
         state = states_of(state)
         ddp = self._ddp()
         known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
-        later = {self._names[id(each)]: TensorSpec.of(each) for each in known if not each.is_complex()}
+        later = {self._names[id(each)]: TensorSpec.of(each) for each in known if each.dtype in ELEMENT_TYPES}
         self.synchronizer.load_state_dict(state, later)
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
@@ -184,7 +184,8 @@ class Handle(ObservedHandle):
         self._optimizers.close()
         self._abandoned.detach()
         self._buckets.clear()
-        self._end_logs()
+        if not self.synchronizer.forked:  # the parent ends them
+            self._end_logs()
         self.synchronizer.close()
 
     def __enter__(self) -> Handle:
@@ -211,6 +212,8 @@ class Handle(ObservedHandle):
         """Average one bucket. Called by the hook slot during backward."""
         first = self._is_first(bucket)
         if first:
+            with advising():
+                self.synchronizer.raise_if_failed()
             self._between_steps()
         if first and self.autopilot is not None:
             self._rests = self._may_rest() and self.autopilot.rests()
@@ -376,17 +379,24 @@ class Handle(ObservedHandle):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._momentum.before_step(self.synchronizer.plan, optimizer)
-
-    def _after_step(self, names: frozenset[str] | None) -> None:
         ddp = self._ddp()
-        self._early_steps[names] += not self._called
-        # torch.distributed.checkpoint steps once, with gradients of zeros, to create an optimizer's state.
-        if self._early_steps[names] == 2 and ddp is not None and self.synchronizer.rank == 0:
-            self._called = True  # warn once
+        if not self._called and ddp is not None:
+            self._expect_averages(ddp, optimizer)
+
+    def _expect_averages(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer takes its second step before any gradient was averaged."""
+        # torch.distributed.checkpoint takes steps with rates of zero, to create an optimizer's state.
+        self._early_steps[id(optimizer)] += any(bool(group.get("lr", True)) for group in optimizer.param_groups)
+        if self._early_steps[id(optimizer)] < 2:
+            return
+        self._called = True  # warn once
+        if self.synchronizer.rank == 0:
             logger.warning(
                 "The optimizer has stepped, but no gradients were averaged: DDP has handed over none since attach. %s",
                 what_to_do(ddp),
             )
+
+    def _after_step(self, names: frozenset[str] | None) -> None:
         if not self._rests:
             self.synchronizer.commit(names)
 

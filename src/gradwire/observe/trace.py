@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ class Trace:
         self._lock = threading.RLock()
         self._ends: dict[str, int] = {}  # by row: end of its latest event, in microseconds
         self._rows: dict[str, int] = {}
+        self._process = os.getpid()
         self._file = self.path.open("w", buffering=_BUFFER_BYTES)
         self._file.write("[\n")
         self._metadata("process_name", name=f"rank {rank} of {world_size}", comma=False)
@@ -64,7 +66,9 @@ class Trace:
         self._stop = events.listen(self._on_event)
 
     def close(self) -> None:
-        """End the trace and complete its file. Idempotent."""
+        """End the trace and complete its file. Idempotent. A forked child leaves it to its parent."""
+        if os.getpid() != self._process:
+            return
         self._stop()
         if not self._lock.acquire(timeout=END_SECONDS):
             logger.warning("The trace %s is left as it is: its disk has not answered for %g s.", self.path, END_SECONDS)

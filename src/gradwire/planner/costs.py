@@ -191,10 +191,11 @@ class Costs:
     @cached_property
     def slowest(self) -> LinkCosts:
         """The worst of all links, which every step of a synchronization waits for. Of a single node, that within it."""
-        return self.within if self.within is not None and self._is_one_node else slowest(self.links)
+        return self.within if self.within is not None and self.is_one_node else slowest(self.links)
 
     @property
-    def _is_one_node(self) -> bool:
+    def is_one_node(self) -> bool:
+        """Whether all ranks share a node."""
         return self.ranks_per_node == self.world_size
 
     def crossing(self, to_all: bool) -> float:
@@ -203,7 +204,7 @@ class Costs:
         Args:
             to_all: Whether they go to all other ranks, in place of the next one only, as on a ring.
         """
-        if self._is_one_node:
+        if self.is_one_node:
             return 1.0
         if to_all:
             return (self.world_size - self.ranks_per_node) / max(1, self.world_size - 1)

@@ -16,7 +16,7 @@ from gradwire.compressors.base import SummableCompressor
 from gradwire.compressors.base.registry import compressor_of, names
 from gradwire.core.spec import TensorSpec
 from gradwire.planner.closed_forms import Route, route
-from gradwire.planner.costs import CodecCosts, Costs
+from gradwire.planner.costs import CodecCosts, Costs, slowest
 from gradwire.planner.curves import LinearCost, scaled
 from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
@@ -211,8 +211,10 @@ def for_ranks(costs: Costs, world_size: int) -> Costs:
         world_size: Number of ranks.
     """
     codecs = {spec: _summing(spec, codec, world_size) for spec, codec in costs.codecs.items()}
-    links = costs.links if world_size == costs.world_size else (costs.slowest,)
-    return replace(costs, world_size=world_size, links=links, codecs=codecs)
+    links = costs.links if world_size == costs.world_size else (slowest(costs.links),)
+    found = replace(costs, world_size=world_size, links=links, codecs=codecs)
+    # The framework's all-reduce within a node says nothing about one between nodes.
+    return found if found.is_one_node == costs.is_one_node else replace(found, native=None)
 
 
 def _summing(spec: str, codec: CodecCosts, world_size: int) -> CodecCosts:

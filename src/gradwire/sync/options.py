@@ -46,8 +46,8 @@ class SyncOptions:
 
     Raises:
         OptionError: `timeout`, `stall_timeout` or `threads` is not positive, a time is longer than `LONGEST`,
-            `watch_norms` or `status_interval` is negative, `seed` has more than 64 bits, or there is no such
-            `integrity`.
+            `watch_norms` or `status_interval` is negative, `seed` is beyond signed numbers of 64 bits, or there is no
+            such `integrity`.
         OptionTypeError: A time is no `timedelta`, or a number is not an int.
     """
 
@@ -74,7 +74,9 @@ class SyncOptions:
             if type(getattr(self, name)) is not int:
                 raise OptionTypeError(f"{name} must be an int, not {getattr(self, name)!r}.")
         if not -(1 << 63) <= self.seed < 1 << 63:
-            raise OptionError(f"seed must fit into 64 bits, and {self.seed} does not. Pass a smaller one.")
+            raise OptionError(
+                f"seed must be from -2**63 to 2**63 - 1, and {self.seed} is not. Pass for example seed % 2**63."
+            )
         for name in ("timeout", "stall_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise OptionError(

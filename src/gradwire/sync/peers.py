@@ -62,6 +62,7 @@ class Peers:
         self.seed = options.seed
         self.step = 0
         self.closed = False
+        self._process = os.getpid()
         self.events = EventStream()
         info = GroupInfo.of(group)
         self._info = replace(info, store=BoundedStore(info.store, options.timeout))
@@ -149,6 +150,16 @@ class Peers:
                 self._engine.close()
                 raise
             self._runtime.services[name] = self._services[name] = service
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child's copy, which averages nothing."""
+        return os.getpid() != self._process
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that has ended this synchronizer, if one has."""
+        if self._engine is not None:
+            self._engine.raise_if_failed()
 
     def wait(self) -> None:
         """Block until everything submitted has ended.
@@ -282,6 +293,7 @@ class Peers:
         on_failed: Callable[[SyncError], None] = lambda error: None,
     ) -> None:
         assert self._engine is not None
+        self._engine.raise_if_failed()
         run = ExchangeRun(mine, self.rank, self.world_size, use, what, name, next(self._rounds), on_done, on_failed)
         detail = {"method": "control message", "elements": 0}
         self.events.emit(Event("submit", time.monotonic(), tensor=name, round=run.round, detail=detail))
@@ -305,7 +317,7 @@ class Peers:
     def close(self) -> None:
         """End threads and connections. Idempotent. Call it on every rank."""
         self.closed = True
-        if self._engine is not None and self._engine.forked:
+        if self.forked:
             return  # the parent closes all
         if self._engine is not None:
             self._engine.close()

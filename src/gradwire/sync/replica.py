@@ -59,13 +59,15 @@ def fail(odd: Sequence[int]) -> None:
 
 def check_steps(numbers: np.ndarray) -> None:
     """Raise a `ReplicaError` unless all ranks have the same step and seed, of which their random numbers are made."""
-    _, first_step, first_seed = numbers[0]
-    for rank, (_, step, seed) in enumerate(numbers):
-        if (step, seed) == (first_step, first_seed):
+    found = [(step, seed) for _, step, seed in numbers.tolist()]
+    [(common, _)] = Counter(found).most_common(1)
+    for rank, (step, seed) in enumerate(found):
+        if (step, seed) == common:
             continue
-        what = f"Rank {rank} has another seed than rank 0."
-        if step != first_step:
-            what = f"Rank {rank} is in step {step:.0f}, and rank 0 in step {first_step:.0f}."
+        other = found.index(common)
+        what = f"Rank {rank} has another seed than rank {other}."
+        if step != common[0]:
+            what = f"Rank {rank} is in step {step:.0f}, and rank {other} in step {common[0]:.0f}."
         raise ReplicaError(
             f"{what} On all ranks, load the states that one job has saved at one step, or none.",
             rank=rank,

@@ -270,8 +270,7 @@ class Synchronizer(Peers):
         On failure: The future and `wait` raise the error, which names rank, tensor and phase, and so do later calls.
             Gradients of the step are undefined. Residuals are those of the last commit.
         """
-        if self._engine is not None:
-            self._engine.raise_if_failed()
+        self.raise_if_failed()
         self.register({each.name: _full_spec(each) for each in slices if each.name not in self._tensors.ids})
         if self._watch is not None and self._watch.watches(self._num_steps):
             self._watch.take(self.step, slices)
@@ -386,7 +385,12 @@ class Synchronizer(Peers):
 
         Args:
             with_norms: Whether to look at the residuals, which takes one pass over their memory.
+
+        Raises:
+            SyncError: This is a forked child's copy.
         """
+        if self.forked:
+            self.raise_if_failed()
         found = self.residuals.norms() if with_norms else {}
         norms = {name: math.hypot(*by_role.values()) for name, by_role in found.items()}
         report = self._metrics.report(self.rank, self.world_size, self._num_steps, norms)

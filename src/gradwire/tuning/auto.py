@@ -223,17 +223,18 @@ class Autopilot:
     def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> CalibrationSample | None:
         """Copy some of a bucket's gradients, and what gcomp needs with those of its largest tensor.
 
-        None if there are no more of them than in the sample so far, or not all are finite, as in the first steps with a
-        GradScaler.
+        None if the sample so far is no worse: one with what gcomp needs is better, and of two such the larger one. Or
+        if not all are finite, as in the first steps with a GradScaler, before which an optimizer has no state.
         """
         found = bucket.buffer()[: SIZES[-1]]
         name, own = max(zip(names, bucket.gradients(), strict=True), key=lambda pair: pair[1].numel())
-        if found.numel() <= (0 if self._sample is None else self._sample.grad.numel()):
+        aux = {} if self._aux is None or own.dim() < 2 else self._aux(name, ElementRange(0, own.numel()))
+        known = (False, 0) if self._sample is None else (bool(self._sample.aux), self._sample.grad.numel())
+        if (bool(aux), found.numel()) <= known:
             return None
         if not (found.isfinite().all() and own.isfinite().all()):
             return None
         grad = found.detach().to("cpu", torch.float32, copy=True)
-        aux = {} if self._aux is None or own.dim() < 2 else self._aux(name, ElementRange(0, own.numel()))
         if not aux:
             return CalibrationSample(grad)
         copied = {key: values.to("cpu", torch.float32, copy=True) for key, values in aux.items()}
