@@ -291,8 +291,9 @@ class Job(ABC):
         return BrokenPromiseError(f"{self.name}: {text}" + (f"\n{host.tail()}" if host else ""))
 
     def freeze(self, host: Host, seconds: float) -> None:
-        """Freeze a process for a time."""
+        """Freeze a process for a time, which begins again if it is frozen already."""
         host.signal(signal.SIGSTOP)
+        self._thawing = [entry for entry in self._thawing if entry[1] is not host]
         self._thawing.append((time.monotonic() + seconds, host))
 
     def lose(self, victim: Host, fault: Fault) -> None:
