@@ -32,6 +32,15 @@ def test_a_peer_is_silent_after_the_whole_deadline():
     assert liveness.silent(115.0)
 
 
+def test_time_in_which_this_process_was_held_up_is_no_silence_of_its_peer():
+    liveness = Liveness(TIMEOUT, now=100.0)
+    liveness.held_up(1.9)  # less than between two heartbeats, as on any busy machine
+    assert liveness.silent(108.0)
+    liveness.held_up(20.0)
+    assert not liveness.silent(127.9)
+    assert liveness.silent(128.0)
+
+
 def test_nothing_turns_true_before_the_next_deadline():
     liveness = Liveness(TIMEOUT, now=100.0)
     assert liveness.next_deadline() == 102.0

@@ -64,6 +64,21 @@ def test_a_rank_that_was_paused_does_not_blame_its_peers(ranks):
         receiver.wait("got")
 
 
+def test_ranks_that_are_all_paused_at_once_go_on(ranks):
+    """As on a machine that is suspended: nobody could speak while nobody could listen."""
+    group = ranks(3)
+    for _ in range(2):
+        for rank in group:
+            rank.signal(signal.SIGSTOP)
+        time.sleep(1.75 * TIMEOUT.total_seconds())
+        for rank in group:
+            rank.signal(signal.SIGCONT)
+        for index, sender in enumerate(group):
+            sender.tell("send", (index + 1) % 3, 10)
+        for receiver in group:
+            receiver.wait("got")
+
+
 def test_waiting_costs_next_to_nothing(ranks):
     group = ranks(2)
     for rank in group:

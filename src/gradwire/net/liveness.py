@@ -1,7 +1,8 @@
 """Timers of a connection, without I/O: when to send a heartbeat, and when a peer counts as silent.
 
 Any byte counts as a sign of life, so heartbeats flow only on idle connections. They are a quarter of the timeout apart:
-up to three may be late.
+up to three may be late. Time in which this process itself was held up is no silence of its peers: where all processes of
+a machine are suspended together, nobody could speak.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Liveness:
     def heard(self, now: float) -> None:
         """Note that bytes have come from the peer."""
         self._heard_at = now
+
+    def held_up(self, late: float) -> None:
+        """Note that this process looks at its connections later than it meant to, by this many seconds."""
+        if late > self._interval:
+            self._heard_at += late
 
     def sent(self, now: float) -> None:
         """Note that bytes have gone to the peer."""

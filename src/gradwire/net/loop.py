@@ -173,7 +173,12 @@ class ConnectionLoop(ProcessBound):
         # Silence is judged by the time before the sockets were looked at: see `Liveness.silent`.
         looked_at = time.monotonic()
         self._pending.begin_turn(looked_at)
-        for key, events in self._selector.select(self._wait(looked_at, until)):
+        wait = self._wait(looked_at, until)
+        ready = self._selector.select(wait)
+        late = time.monotonic() - looked_at - wait
+        for link in list(self._links.values()):
+            link.conversation.liveness.held_up(late)
+        for key, events in ready:
             if key.fileobj is self._wake_in:
                 self._clear_wake_up()
             elif isinstance(key.data, Link):
