@@ -1,8 +1,8 @@
 """Timers of a connection, without I/O: when to send a heartbeat, and when a peer counts as silent.
 
 Any byte counts as a sign of life, so heartbeats flow only on idle connections. They are a quarter of the timeout apart:
-up to three may be late. Time in which this process itself was held up is no silence of its peers: where all processes of
-a machine are suspended together, nobody could speak.
+up to three may be late. Time in which this process itself was held up is no silence of its peers: where all processes
+of a machine are suspended together, nobody could speak.
 """
 
 from __future__ import annotations
