@@ -203,6 +203,25 @@ def test_backwards_without_a_step_are_warned_of_once(caplog: pytest.LogCaptureFi
     handle.detach()
 
 
+def test_backwards_of_a_closure_are_none_without_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    ddp = wrapped()
+    optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=MAX_BACKWARDS, tolerance_grad=0, tolerance_change=0)
+    handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0), optimizer=optimizer)
+    num_backwards = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal num_backwards
+        num_backwards += 1
+        optimizer.zero_grad()
+        backward(ddp)
+        return torch.ones(())
+
+    optimizer.step(closure)
+    assert num_backwards >= MAX_BACKWARDS
+    assert not warnings(caplog)
+    handle.detach()
+
+
 def test_of_several_optimizers_the_one_that_does_not_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), torch.optim.Adam(ddp.module[2].parameters())

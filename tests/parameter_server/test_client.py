@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -269,3 +271,28 @@ def test_the_residual_of_one_joined_vector_is_loaded_and_leaves_the_others() -> 
     assert torch.equal(state["norm.bias"], torch.arange(40.0))
     assert torch.equal(state["extra"], torch.ones(5))
     assert not state["first.bias"].any()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_is_refused_by_each_call_and_waits_for_no_lock() -> None:
+    """Such as the encoder thread holds while it sends."""
+    with training() as client, contextlib.ExitStack() as held:
+        train_step(client, 0)
+        client.wait()
+        for lock in client._connections[0]._locks:
+            held.enter_context(lock)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            refused = 0
+            for call in (client.step, client.wait, client.state_dict, lambda: client.load_state_dict({}), client.close):
+                with contextlib.suppress(BaseException):
+                    try:
+                        call()
+                    except SyncError as error:
+                        refused += str(error).endswith("start workers with the 'spawn' method.")
+            os._exit(refused != 5)
+        held.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train_step(client, 1)

@@ -153,7 +153,8 @@ class AggregationServer(Server):
         return ((), ()) if session is None else (set(session.present), set(session.finished))
 
     def _in_server(self, counters: PacketCounters) -> PacketCounters:
-        return replace(counters, forged=counters.forged + self._num_forged, replayed=self._num_replayed)
+        forged, replayed = counters.forged + self._num_forged, counters.replayed + self._num_replayed
+        return replace(counters, forged=forged, replayed=replayed)
 
     def _open_datagrams(self) -> None:
         if self.options.udp:

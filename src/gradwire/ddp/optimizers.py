@@ -45,7 +45,9 @@ class Owner:
         known: Names of the module's parameters, by id.
         state: State for gcomp. None if none of its parameters needs it.
         averaged: Finds changes of gradients before its steps, for `state`.
-        backwards: Number of synchronized backward passes since its last step.
+        backwards: Number of synchronized backward passes since its last step, without those of a closure.
+        steps_now: Whether it is stepping.
+        has_warned: Whether a warning has said that it does not step.
         skips: Whether its next step is skipped, unless its gradients have become finite by then.
     """
 
@@ -54,6 +56,8 @@ class Owner:
     state: OptimizerState | None = None
     averaged: AfterAveraging = field(default_factory=AfterAveraging)
     backwards: int = 0
+    steps_now: bool = False
+    has_warned: bool = False
     skips: bool = False
     _sizes: tuple[int, ...] = ()  # of its groups
     _names: frozenset[str] = frozenset()
@@ -146,8 +150,9 @@ class Optimizers:
         for owner in self._owners:
             if owner.state is not None:
                 owner.state.begin_backward()
-            owner.backwards += not joined
-            if owner.backwards == MAX_BACKWARDS:
+            owner.backwards += not (joined or owner.steps_now)
+            if owner.backwards == MAX_BACKWARDS and not owner.has_warned:
+                owner.has_warned = True
                 self._warn(
                     f"{MAX_BACKWARDS} backwards were synchronized without a step of {owner}. Residuals are neither "
                     "committed nor saved until it steps. If another optimizer was created after attach, detach and "
@@ -158,6 +163,7 @@ class Optimizers:
         self, owner: Owner, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A hook before a step. A closure makes the gradients within the step: they are looked at when it returns."""
+        owner.steps_now = True
         before = self._before() if self._before is not None else None
         if before is not None:
             before(optimizer)
@@ -182,7 +188,7 @@ class Optimizers:
         return args[:1], kwargs | {"closure": checked}
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
-        owner.backwards = 0
+        owner.backwards, owner.steps_now = 0, False
         after = self._after() if self._after is not None else None
         if after is not None:
             after(owner.names if self.owned else None)

@@ -169,6 +169,7 @@ class ParameterClient:
         Raises:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
+        self._check_servers()
         self._micro_step += 1
         if self._micro_step % self._job.local_steps:
             return not self.finished  # gradients accumulate in .grad
@@ -201,6 +202,7 @@ class ParameterClient:
         Raises:
             SyncError: A server has been lost for longer than the timeout, or has given up.
         """
+        self._check_servers()
         self._encoder.drain(self._check_servers)
         self._catch_up()
         for name in self._parameters:

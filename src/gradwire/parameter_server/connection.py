@@ -103,12 +103,14 @@ class ServerConnection(Client):
         A finished server's last version is enough.
         """
         oldest = version - staleness
+        self._endpoint.check_process()  # another thread of the parent may have held the lock
         self._wait(lambda: slot.newest >= oldest, f"update {oldest} of {slot.config.name!r}")
         with self._locks[slot.tensor]:
             slot.apply(values, version)
 
     def check(self) -> None:
-        """Raise the error that has ended this connection for good, if there is one."""
+        """Raise the error that has ended this connection for good, if there is one. A forked child has none at all."""
+        self._endpoint.check_process()
         if self._error is not None:
             raise self._error
 
