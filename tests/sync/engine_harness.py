@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -123,6 +124,13 @@ class Script(Draft):
 
 def key(peer: int = 1, kind: FrameKind = FrameKind.PAYLOAD, stage: int = 0, partition: int = 0) -> FrameKey:
     return FrameKey(peer, kind, stage, partition)
+
+
+def asking(answer: Future[int] | None = None, name: str = "w", round: int = 0) -> Run:
+    """Return a run that waits for a future: `answer`, or one that never ends."""
+    script = Script()
+    script.does(lambda: answer or Future(), "send", "ask for the sum")
+    return script.run(name, round)
 
 
 def receiving(*keys: FrameKey, name: str = "w", round: int = 0, tensor: int = 0) -> tuple[Run, dict[FrameKey, bytes]]:

@@ -277,7 +277,7 @@ class AggregatorJoin:
 
     Attributes:
         config: Configuration that the worker expects.
-        session: Number that grows with each start of the job; the same on all workers.
+        session: Random number of this start of the job; the same on all workers.
         client: Random number of this client.
         epoch: Epoch of the server that last welcomed the worker, or `NO_EPOCH`.
         stall_seconds: How long the worker lets a result wait for other workers.

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from gradwire.core import threads
 from gradwire.core.errors import PeerLostError, SyncError
 from gradwire.core.events import Event, EventStream
+from gradwire.net.forks import ProcessBound
 from gradwire.net.slots import SlottedTransport
 from gradwire.net.store import BoundedStore
 from gradwire.net.tcp import TcpTransport
@@ -54,7 +55,7 @@ T = TypeVar("T")
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
-class Peers:
+class Peers(ProcessBound):
     """Base of `Synchronizer`; see there for the arguments."""
 
     def __init__(self, group: dist.ProcessGroup | GroupInfo | None, options: SyncOptions) -> None:
@@ -62,7 +63,6 @@ class Peers:
         self.seed = options.seed
         self.step = 0
         self.closed = False
-        self._process = os.getpid()
         self.events = EventStream()
         info = GroupInfo.of(group)
         self._info = replace(info, store=BoundedStore(info.store, options.timeout))
@@ -80,7 +80,11 @@ class Peers:
         self._stall_timeout = options.stall_timeout
         self._name = f"gradwire/{self._info.next_number()}"
         self._nodes = NodeMap(self.world_size, options.nodes)
+        self._bind()
         _open.add(self)
+
+    def _release(self) -> None:
+        _open.discard(self)  # the parent closes it
 
     @property
     def nodes(self) -> Nodes:
@@ -150,11 +154,6 @@ class Peers:
                 self._engine.close()
                 raise
             self._runtime.services[name] = self._services[name] = service
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a forked child's copy, which averages nothing."""
-        return os.getpid() != self._process
 
     def raise_if_failed(self) -> None:
         """Raise the error that has ended this synchronizer, if one has."""
@@ -359,6 +358,4 @@ def _exit_all() -> None:
         peers._exit()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)  # the parent closes them
 atexit.register(_exit_all)
