@@ -252,6 +252,27 @@ def test_may_skip_parameters_where_the_graph_is_searched() -> None:
     assert found == [False, True, True]
 
 
+def test_num_users_are_known_after_the_means_and_ddp_keeps_the_gradients_of_those_without() -> None:
+    known: list[list[int]] = []
+
+    def hook(state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def again() -> None:
+            torch_private.after_backward(lambda: known.append(torch_private.num_users(ddp)))
+
+        torch_private.after_backward(again)
+        return done(torch.full_like(bucket.buffer(), 7.0))
+
+    ddp = hooked(hook, find_unused_parameters=True)
+    for depth in (5, 1):
+        ddp.zero_grad()
+        for each in ddp.parameters():
+            each.grad = torch.full_like(each, 3.0)
+        ddp.module.forward = ddp.module[:depth].forward
+        backward(ddp)
+    assert known == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+    assert [float(each.grad.view(-1)[0]) for each in ddp.parameters()] == [7, 7, 3, 3, 3, 3]
+
+
 def test_uncompiled_finds_the_module_and_its_names() -> None:
     inner = module()
     compiled = torch.compile(inner, backend="eager")

@@ -129,8 +129,8 @@ def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward() -> None:
 
 
 def test_unused_parameters_keep_their_residual_however_gradients_are_cleared(of_two: list[dict[str, Any]]) -> None:
-    """Where `zero_grad` leaves zeros, or gradients are views of the bucket."""
-    keys = ("True True", "True False", "False True", "False False")
+    """Where `zero_grad` leaves zeros, or is not called, or gradients are views of the bucket."""
+    keys = [f"{clears} {as_view}" for clears in ("to none", "to zero", "in even steps") for as_view in (True, False)]
     other, owner = (rank["unused"] for rank in of_two)
     assert owner == {key: [None] * 6 for key in keys}  # of the one compressed tensor of the branch
     assert other == {key: [True] * 6 for key in keys}

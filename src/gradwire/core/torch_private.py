@@ -97,6 +97,16 @@ def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
+def num_users(ddp: DistributedDataParallel) -> list[int]:
+    """Return how many ranks have used each parameter that DDP synchronizes, in its order.
+
+    Call it where `may_skip_parameters`, after DDP has copied the means of a backward pass. It discards those of
+    parameters that no rank has used.
+    """
+    counts: list[int] = ddp.reducer._get_local_used_map().tolist()
+    return counts
+
+
 def parameter_names(ddp: DistributedDataParallel) -> dict[int, str]:
     """Return the names of all parameters in the model before it was compiled, by id."""
     return {id(parameter): uncompiled_name(name) for name, parameter in ddp.module.named_parameters()}

@@ -69,6 +69,7 @@ class Handle(ObservedHandle):
         self._buckets: dict[int, tuple[tuple[int, int, bool], tuple[str, ...], list[GradientSlice]]] = {}  # by index
         self._rests = False  # whether this step is DDP's own all-reduce and nothing else
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
+        self._reduced: list[str] = []  # names of those that DDP averages, in its order
         warns = synchronizer.rank == 0
         optimizers.listen(self._before_step, self._after_step, expects_scaler=scaler is not None, warns=warns)
         # A module that is dropped without `detach` takes threads and connections with it.
@@ -369,6 +370,8 @@ class Handle(ObservedHandle):
         compared = self._replicas.check_due(self.synchronizer.num_steps)
         if self.autopilot is not None and self.autopilot.only_compares and not compared:
             return
+        if torch_private.in_backward() and torch_private.may_skip_parameters(self._module):
+            torch_private.after_backward(self._forget_discarded)
         started = time.monotonic()
         with advising():
             self.synchronizer.wait()
@@ -376,6 +379,20 @@ class Handle(ObservedHandle):
         if self.synchronizer.state_mismatch:
             self.synchronizer.state_mismatch = False
             self._optimizers.note_mismatch()
+
+    def _forget_discarded(self) -> None:
+        """Take residuals back that were sent for parameters which no rank has used, because DDP discards their means.
+
+        Such a parameter is sent if its `.grad` has values of an earlier pass.
+        """
+        ddp, tensors = self._module, self.synchronizer.tensors
+        users = torch_private.num_users(ddp)
+        if len(self._reduced) != len(users):
+            sparse = dict(torch_private.trained_parameters(ddp, sparse=True))
+            self._reduced = [name for name in self._names.values() if name in tensors or name in sparse]
+        unused = [name for name, count in zip(self._reduced, users, strict=False) if not count]
+        if unused and len(self._reduced) == len(users):  # else DDP has skipped buckets, and some are not known yet
+            self.synchronizer.forget(unused)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._momentum.before_step(self.synchronizer.plan, optimizer)

@@ -191,13 +191,15 @@ class Residuals:
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Drop what was staged since the last commit, for some parameters or for all. Only swaps pointers."""
         with self._lock:
+            self.states.rollback(names)
+            staged = [each for each in self._open_of(names) if each.staged is not None]
+            if not staged:
+                return
             self._num_commits += 2
             self._part_twins()
-            for each in self._open_of(names):
-                if each.staged is not None:
-                    each.staged, each.spare = None, each.staged
+            for each in staged:
+                each.staged, each.spare = None, each.staged
             self._open = [each for each in self._open if each.staged is not None]
-            self.states.rollback(names)
 
     def _open_of(self, names: Collection[str] | None) -> Sequence[ResidualSlice]:
         if names is None:

@@ -369,6 +369,11 @@ class Synchronizer(Peers):
         self._nonfinite -= self._nonfinite if names is None else set(names)
         self.events.emit(Event("rollback", time.monotonic(), detail=detail))
 
+    def forget(self, names: Collection[str]) -> None:
+        """Return the residuals of tensors whose means were discarded to the last commit, as if none had been sent."""
+        self.residuals.rollback(names)
+        self._nonfinite -= set(names)
+
     def rescale(self, factor: float) -> None:
         """Multiply residuals by `factor`, because the loss scale of the gradients has changed by it."""
         self.wait()

@@ -356,14 +356,15 @@ class Branches(nn.Module):
 
 
 def unused(rank: int, world_size: int) -> dict[str, Any]:
-    """With gradients that stay allocated, a branch that no rank uses in odd steps keeps its residual."""
+    """A branch that no rank uses in odd steps keeps its residual, also if its gradient stays."""
     found = {}
-    for set_to_none, as_view in itertools.product((True, False), (True, False)):
+    for clears, as_view in itertools.product(("to none", "to zero", "in even steps"), (True, False)):
         ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
         handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0))
         kept: list[bool | None] = []  # None: this rank owns the branch, and only merges it
         for step, (images, labels) in enumerate(itertools.islice(batches(rank, world_size), 6)):
-            ddp.zero_grad(set_to_none=set_to_none)
+            cleared = ddp if clears != "in even steps" or step % 2 == 0 else ddp.module.always
+            cleared.zero_grad(set_to_none=clears == "to none")
             before = _sometimes(handle)
             nn.functional.cross_entropy(ddp(images, step % 2 == 0), labels).backward()
             after = _sometimes(handle)
@@ -372,7 +373,7 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
             else:
                 kept.append(step == 0 or (before == after) == bool(step % 2))
         handle.detach()
-        found[f"{set_to_none} {as_view}"] = kept
+        found[f"{clears} {as_view}"] = kept
     return found
 
 
