@@ -242,6 +242,60 @@ def test_residuals_follow_the_scale_of_the_gradients_and_it_is_saved() -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_may_be_saved_with_a_scaler_and_loaded_without_one_or_the_other_way_round(first: bool) -> None:
+    key = ResidualKey("0.weight", ElementRange(0, 3))
+    saved: dict[str, Any] = {}
+    for has_scaler in (first, not first):
+        ddp = wrapped()
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+        handle = gw.attach(ddp, "threelc", optimizer=optimizer, scaler=scaler if has_scaler else None)
+        if saved:
+            handle.load_state_dict(saved)
+        scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+        scaler.step(optimizer)
+        if not saved:
+            handle.synchronizer.residuals.add(key, np.array([8.0, -16.0, 24.0], np.float32))
+        found = handle.synchronizer.residuals.source(key).tolist()
+        saved = handle.state_dict()
+        assert saved["loss_scale"] == (8.0 if has_scaler else 1.0)
+        handle.detach()
+    assert found == ([1.0, -2.0, 3.0] if first else [64.0, -128.0, 192.0])
+
+
+def test_the_scale_of_residuals_is_not_known_if_attach_was_told_of_no_scaler_or_optimizer() -> None:
+    for knows_optimizer in (True, False):
+        ddp = wrapped()
+        optimizer, scaler = torch.optim.SGD(ddp.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        handle = gw.attach(ddp, "threelc", optimizer=optimizer if knows_optimizer else None)
+        scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+        scaler.step(optimizer)
+        assert handle.state_dict()["loss_scale"] is None
+        handle.detach()
+
+
+def test_a_step_that_a_foreign_gradient_lets_a_scaler_skip_is_rolled_back() -> None:
+    ddp, foreign = wrapped(), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*ddp.parameters(), foreign], 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle = gw.attach(ddp, "threelc", optimizer=optimizer, scaler=scaler)
+    residuals, key = handle.synchronizer.residuals, ResidualKey("0.weight", ElementRange(0, 3))
+    residuals.add(key, np.array([8.0, -16.0, 24.0], np.float32))
+    for is_foreign_finite in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(ddp(torch.ones(5, 4)).sum() + foreign.sum()).backward()
+        assert residuals.source(key).tolist() == ([8.0, -16.0, 24.0] if not is_foreign_finite else [4.0, -8.0, 12.0])
+        residuals.stage(key)[:] = 5.0
+        if not is_foreign_finite:
+            foreign.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert handle.state_dict()["residuals"]["local"]["0.weight"]["0"].tolist() == [5.0, 5.0, 5.0]
+    handle.detach()
+
+
 def test_a_handle_does_not_keep_its_module_alive() -> None:
     import gc
     import weakref

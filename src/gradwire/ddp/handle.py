@@ -71,7 +71,7 @@ class Handle(ObservedHandle):
         self._names = torch_private.parameter_names(ddp)  # frozen parameters too, which may be trained later
         self._reduced: list[str] = []  # names of those that DDP averages, in its order
         warns = synchronizer.rank == 0
-        optimizers.listen(self._before_step, self._after_step, expects_scaler=scaler is not None, warns=warns)
+        optimizers.listen(self._before_step, self._after_step, has_scaler=scaler is not None, warns=warns)
         # A module that is dropped without `detach` takes threads and connections with it.
         self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
         self._abandoned.atexit = False
@@ -90,7 +90,8 @@ class Handle(ObservedHandle):
         Save one file per rank. It loads with ``torch.load(..., weights_only=True)``.
         """
         self.commit_without_optimizer()
-        state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale}
+        is_unscaled = self._loss_scale is None and self._optimizers and not self._optimizers.have_scaler
+        state = self.synchronizer.state_dict() | {"loss_scale": 1.0 if is_unscaled else self._loss_scale}
         states = self._optimizers.states
         if not states:
             return state
@@ -343,12 +344,20 @@ class Handle(ObservedHandle):
         self._replicas.check_if_due(None if joined else ddp)
 
     def _follow_loss_scale(self) -> None:
-        """Rescale residuals to the loss scale of this backward pass."""
-        if self._scaler is None:
+        """Rescale residuals to the loss scale of this backward pass.
+
+        A GradScaler lowers its scale when it skips a step. The gradients of its optimizer were then thrown away, also
+        if those that are not finite are of parameters which gradwire does not average.
+        """
+        before = self._loss_scale
+        if self._scaler is None and before is None:
             return
-        scale = self._scaler.get_scale()
-        if self._loss_scale is not None and scale != self._loss_scale:
-            self.synchronizer.rescale(scale / self._loss_scale)
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        if before is not None and scale < before:
+            for names in self._optimizers.waiting:
+                self.synchronizer.rollback(names)
+        if before is not None and scale != before:
+            self.synchronizer.rescale(scale / before)
         self._loss_scale = self.synchronizer.residuals.loss_scale = scale
         for each in self._optimizers.states:
             each.loss_scale = scale

@@ -80,6 +80,9 @@ class Owner:
 class Optimizers:
     """All optimizers of an attached module. False if none were given.
 
+    Attributes:
+        have_scaler: Whether a GradScaler steps them, as far as is known.
+
     Args:
         given: The argument of `attach`: an optimizer, several, wrapped ones, or None.
         parameters: Trained parameters of the module, by name.
@@ -99,7 +102,7 @@ class Optimizers:
         self._before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None = None
         self._after: weakref.WeakMethod[Callable[[frozenset[str] | None], None]] | None = None
         self._hooks: list[RemovableHandle] = []
-        self._warns = self._expects_scaler = False
+        self._warns = self.have_scaler = False
         lacking = [name for name, _ in parameters if name not in self._owner_of]
         if optimizers and lacking:
             raise _not_owned(lacking, len(parameters))
@@ -115,6 +118,11 @@ class Optimizers:
         """Names of the parameters of each optimizer, if there are several."""
         return [owner.names for owner in self._owners] if len(self._owners) > 1 else ()
 
+    @property
+    def waiting(self) -> Sequence[frozenset[str]]:
+        """Names of the parameters of each optimizer that has not stepped since a synchronized backward pass."""
+        return [owner.names for owner in self._owners if owner.backwards]
+
     # -- steps -----------------------------------------------------------------------------------------------
 
     def listen(
@@ -122,7 +130,7 @@ class Optimizers:
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[frozenset[str] | None], None],
         *,
-        expects_scaler: bool,
+        has_scaler: bool,
         warns: bool,
     ) -> None:
         """Call two methods at each step of an optimizer. They are held weakly: an optimizer may outlive the module.
@@ -130,11 +138,11 @@ class Optimizers:
         Args:
             before: Called before the step, with the optimizer.
             after: Called after the step, with the names of the optimizer's parameters, or None for all.
-            expects_scaler: If true, do not warn about a GradScaler.
+            has_scaler: Whether `attach` was given a GradScaler. If not, a warning is logged when one steps.
             warns: If true, log warnings. One rank is enough.
         """
         self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
-        self._expects_scaler, self._warns = expects_scaler, warns
+        self.have_scaler, self._warns = has_scaler, warns
         for owner in self._owners:
             self._hooks.append(owner.optimizer.register_step_pre_hook(partial(self._before_step, owner)))
             self._hooks.append(owner.optimizer.register_step_post_hook(partial(self._after_step, owner)))
@@ -167,8 +175,8 @@ class Optimizers:
         before = self._before() if self._before is not None else None
         if before is not None:
             before(optimizer)
-        if not self._expects_scaler and torch_private.stepping_scaler() is not None:
-            self._expects_scaler = True  # warn once
+        if not self.have_scaler and torch_private.stepping_scaler() is not None:
+            self.have_scaler = True  # warn once
             self._warn(
                 "A GradScaler scales these gradients, but attach was not given it. Pass scaler=. Otherwise residuals "
                 "count by the wrong scale whenever the scale changes."
