@@ -91,6 +91,11 @@ def test_momentum_that_comes_back_after_attach_is_not_applied_twice() -> None:
         assert not found["at first"] and not found["set to 0"] and not found["detached"]
 
 
+def test_momentum_correction_takes_one_synchronized_backward_a_step() -> None:
+    for found in results(launch("ddp.two_backwards", 2)):
+        assert "but the last under ddp.no_sync()" in found["raised"] and "call handle.rollback()" in found["raised"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("method", "world_size"), [("threelc", 3), ("none", 2)])
 def test_the_norm_watch_names_a_broken_rank_and_its_tensor(method: str, world_size: int) -> None:

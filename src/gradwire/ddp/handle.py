@@ -339,6 +339,7 @@ class Handle(ObservedHandle):
         self.commit_without_optimizer()
         self.synchronizer.begin_step(self._optimizers.owned)
         self._follow_loss_scale()
+        self._momentum.before_backward(self.synchronizer.plan, self.synchronizer.residuals)
         self._optimizers.begin_backward(joined)
         self._active_ranks = self._count_active_ranks(ddp, joined)
         self._replicas.check_if_due(None if joined else ddp)

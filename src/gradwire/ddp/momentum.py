@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals import policies
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.plan import Plan
 
 _ADVICE = (
@@ -74,6 +75,19 @@ class MomentumCheck:
         """
         if may_have_momentum([optimizer]):
             self._check(plan, optimizer, _SINCE_ATTACH)
+
+    def before_backward(self, plan: Plan, residuals: Residuals) -> None:
+        """Check that a synchronized backward pass is the only one of its step: each one advances the velocities.
+
+        Raises:
+            OptionError: The gradients of the pass before have been averaged, and no step has applied them.
+        """
+        if plan.has_velocity and residuals.is_open and residuals.has_open_velocity:
+            raise OptionError(
+                "Momentum correction advances its velocities in each synchronized backward pass, and the optimizer has "
+                "not stepped since the last one. Run all backwards of a step but the last under ddp.no_sync(). If the "
+                "gradients of the last one were thrown away, call handle.rollback()."
+            )
 
     def _check(self, plan: Plan, optimizer: torch.optim.Optimizer, advice: str) -> None:
         corrected = self._corrected(plan)

@@ -211,6 +211,12 @@ class Residuals:
         """Whether anything was staged since the last commit or rollback."""
         return bool(self._open)
 
+    @property
+    def has_open_velocity(self) -> bool:
+        """Whether a velocity was staged since the last commit or rollback."""
+        velocities = (slices for (_, role), slices in self._slices.items() if role == "velocity")
+        return any(each.staged is not None for slices in velocities for each in slices.values())
+
     # -- moving state ----------------------------------------------------------------------------------------
 
     def add(self, key: ResidualKey, values: np.ndarray) -> None:

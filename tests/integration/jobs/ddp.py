@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from gradwire.core.errors import AttachError
+from gradwire.core.errors import AttachError, OptionError
 from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
 
 
@@ -124,6 +124,27 @@ def momentum_returns(rank: int, world_size: int) -> dict[str, str]:
     handle.detach()
     found["detached"] = step()
     return found
+
+
+def two_backwards(rank: int, world_size: int) -> dict[str, str]:
+    """Accumulate gradients under momentum correction, and throw some away. Returns what the last backward raises."""
+    ddp = wrap(model())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    feedback = gw.MomentumCorrection.of(optimizer)
+    handle = gw.attach(ddp, gw.Plan("topk:ratio=0.1", feedback=feedback, min_elements=0), optimizer=optimizer)
+    own = batches(rank, world_size)
+    with ddp.no_sync():
+        loss_of(ddp, next(own)).backward()
+    loss_of(ddp, next(own)).backward()
+    optimizer.step()
+    loss_of(ddp, next(own)).backward()
+    handle.rollback()
+    loss_of(ddp, next(own)).backward()
+    try:
+        loss_of(ddp, next(own)).backward()
+    except OptionError as error:
+        return {"raised": str(error)}
+    return {}
 
 
 def clipped(rank: int, world_size: int, clips: list[float], scales: list[float]) -> dict[str, str]:
