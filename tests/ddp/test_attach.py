@@ -296,6 +296,27 @@ def test_a_step_that_a_foreign_gradient_lets_a_scaler_skip_is_rolled_back() -> N
     handle.detach()
 
 
+def test_residuals_of_another_memory_format_are_refused_with_advice() -> None:
+    saved: dict[torch.memory_format, dict[str, Any]] = {}
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 1, 1)).to(memory_format=memory_format)
+        ddp = DistributedDataParallel(module)
+        handle = gw.attach(ddp, gw.Plan("threelc", min_elements=0))
+        for other, state in saved.items():
+            if other == memory_format:
+                handle.load_state_dict(state)
+                handle.load_state_dict([state])
+                continue
+            with pytest.raises(gw.errors.OptionError, match=r"'0\.weight' .* another memory format .*Convert the model"):
+                handle.load_state_dict(state)
+            del state["orders"]  # as before it was noted
+            handle.load_state_dict(state)
+        key = ResidualKey("0.weight", ElementRange(0, 3))
+        handle.synchronizer.residuals.add(key, np.ones(3, np.float32))
+        saved[memory_format] = handle.state_dict()
+        handle.detach()
+
+
 def test_a_handle_does_not_keep_its_module_alive() -> None:
     import gc
     import weakref

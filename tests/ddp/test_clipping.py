@@ -153,6 +153,18 @@ def test_each_gradient_has_a_factor_of_its_own(dtype) -> None:
     assert watched.factors() == []  # nothing was taken
 
 
+def test_gradients_of_an_earlier_pass_have_no_factor() -> None:
+    """A pass that was thrown away, whose largest gradients were others."""
+    first, second = (nn.Parameter(torch.ones(100)) for _ in range(2))
+    watched = AfterAveraging()
+    for parameter in (first, second):
+        watched.begin_backward()
+        parameter.grad = torch.ones(100)
+        watched.take(parameter, parameter.grad)
+    first.grad *= 2.0
+    assert watched.factors() == [1.0]
+
+
 def test_gradients_in_the_order_of_the_bucket_are_known_again() -> None:
     parameter = nn.Parameter(torch.ones(4, 3, 5, 5).to(memory_format=torch.channels_last))
     parameter.grad = torch.randn_like(parameter)

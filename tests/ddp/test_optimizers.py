@@ -286,6 +286,23 @@ def test_gcomp_sees_the_state_of_each_parameters_own_optimizer() -> None:
     handle.detach()
 
 
+def test_parameters_that_are_frozen_at_attach_may_be_trained_by_gcomp_later() -> None:
+    """Their gradients are not cut."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(wrapped().module, find_unused_parameters=True)
+    frozen = ddp.module[0].requires_grad_(False)
+    optimizer = sgd(ddp.module[2])
+    handle = gw.attach(ddp, gw.Plan({"0.*": "gcomp", "*": "threelc"}, min_elements=0), optimizer=optimizer)
+    backward(ddp)
+    optimizer.step()
+    optimizer.add_param_group({"params": frozen.requires_grad_(True).parameters()})
+    backward(ddp)
+    optimizer.step()
+    assert handle.synchronizer.need_optimizer == {"0.weight", "0.bias"}
+    assert handle._optimizers.aux("0.weight", ElementRange(0, 1)) == {}
+    handle.detach()
+
+
 def test_clipping_of_one_optimizers_gradients_tells_nothing_of_the_others() -> None:
     ddp = wrapped()
     first, second = sgd(ddp.module[0]), sgd(ddp.module[2])

@@ -70,7 +70,10 @@ def test_one_process_would_train_without_momentum_if_a_plan_corrected_it() -> No
         attach_unless_alone(module, plan, 1, optimizer=optimizer, scaler=None)
 
 
-def test_what_two_ranks_have_held_goes_through_one_process() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_two_ranks_have_held_goes_through_one_process(frozen: bool) -> None:
+    module = nn.Linear(4, 2)
+    module.weight.requires_grad_(not frozen)  # it was trained, and has a residual
     states: list[dict[str, object]] = []
     of_handles = {"loss_scale": 65536.0, "clipped": True, "common": False, "rates": [{0: 0.5}]}
     for rank in range(2):
@@ -78,7 +81,7 @@ def test_what_two_ranks_have_held_goes_through_one_process() -> None:
         residuals.add(ResidualKey("weight", ElementRange(0, 8)), torch.full((8,), rank + 1.0).numpy())
         own = {"version": 2, "step": 9, "seed": 0, "rank": rank, "world_size": 2}
         states.append({**own, **of_handles, "residuals": residuals.state_dict()})
-    handle = alone()
+    handle = attach_unless_alone(module, "threelc", 1, optimizer=None, scaler=None)
     assert isinstance(handle, SingleProcessHandle)
     handle.load_state_dict({"version": 1, "states": states})
     again = resize_state(handle.gather_state_dict()["states"], 2)

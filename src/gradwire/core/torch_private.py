@@ -171,16 +171,22 @@ def bucket_gradient(bucket: GradBucket, parameters: Sequence[torch.Tensor], inde
     return bucket.buffer()[offset : offset + parameters[index].numel()].view(parameters[index].shape)
 
 
-def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Flatten values of a parameter's shape in the order of its gradient in buckets.
+def bucket_order(parameter: torch.Tensor) -> list[int]:
+    """Return the dimensions of a parameter in the order of its gradient in buckets, slowest first.
 
     That is the parameter's memory order if it is dense, as `torch.channels_last` is, and otherwise that of its
     dimensions.
     """
+    dims = list(range(parameter.dim()))
+    order = dims if parameter.is_contiguous() else sorted(dims, key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else dims
+
+
+def in_bucket_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Flatten values of a parameter's shape in the order of its gradient in buckets."""
     if parameter.is_contiguous():
         return values.reshape(-1)
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    return (values.permute(order) if parameter.permute(order).is_contiguous() else values).reshape(-1)
+    return values.permute(bucket_order(parameter)).reshape(-1)
 
 
 def copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

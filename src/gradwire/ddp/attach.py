@@ -112,7 +112,7 @@ def attach(
     momentum = MomentumCheck(parameters)
     momentum.at_attach(plan, list(optimizers))
     _show_state(optimizers, plan, tensors, automatic and fidelity != "exact")
-    aux = optimizers.aux if optimizers.states else None
+    aux = optimizers.aux if optimizers else None  # also without states yet: frozen parameters may be trained later
     settings = {
         "check_every": check_every,
         "auto's fidelity": fidelity if automatic else None,

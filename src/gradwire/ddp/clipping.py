@@ -42,6 +42,10 @@ class AfterAveraging:
     def __init__(self) -> None:
         self._samples: dict[int, _Sample] = {}
 
+    def begin_backward(self) -> None:
+        """Forget the gradients of the pass before: this one has averaged them again, or they were thrown away."""
+        self._samples.clear()
+
     def take(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Remember some elements of an averaged gradient, in the order of its bucket."""
         stride = max(1, grad.numel() // NUM_COMPARED)

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import threads, torch_private
-from gradwire.core.errors import NO_TENSOR, SyncError
+from gradwire.core.errors import NO_TENSOR, OptionError, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.ddp.advice import advising, what_to_do
@@ -31,6 +31,7 @@ from gradwire.ddp.momentum import MomentumCheck
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.ddp.replicas import Replicas, SynchronizedReplicas
+from gradwire.residuals.slices import ROLES
 from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
 
@@ -92,6 +93,7 @@ class Handle(ObservedHandle):
         self.commit_without_optimizer()
         is_unscaled = self._loss_scale is None and self._optimizers and not self._optimizers.have_scaler
         state = self.synchronizer.state_dict() | {"loss_scale": 1.0 if is_unscaled else self._loss_scale}
+        state["orders"] = self._orders()
         states = self._optimizers.states
         if not states:
             return state
@@ -126,11 +128,17 @@ class Handle(ObservedHandle):
             state: The state that this rank saved, or the document of `gather_state_dict`, or a list of the states of
                 all ranks, in rank order. The last two may be of another number of ranks: `gradwire.resize_state`
                 explains how residuals are divided.
+
+        Raises:
+            OptionError: The state is of another version, world size or rank, or of parameters in another memory format.
+            ValueError, TypeError: The residuals are of other parameters or sizes, or missing.
         """
         state = states_of(state)
         ddp = self._ddp()
         known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
         later = {self._names[id(each)]: TensorSpec.of(each) for each in known if each.dtype in ELEMENT_TYPES}
+        for each in [state] if isinstance(state, Mapping) else state:
+            self._check_orders(each)
         self.synchronizer.load_state_dict(state, later)
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
@@ -142,6 +150,26 @@ class Handle(ObservedHandle):
             each.rates = dict(rates)
         if self.autopilot is not None:
             self.autopilot.restart()
+
+    def _orders(self) -> dict[str, list[int]]:
+        """Dimensions of each parameter in the order of its residual, where it is not that of the dimensions."""
+        ddp = self._ddp()
+        parameters = [] if ddp is None else ddp.parameters()
+        orders = {self._names.get(id(each), ""): torch_private.bucket_order(each) for each in parameters}
+        return {name: order for name, order in orders.items() if order != sorted(order)}
+
+    def _check_orders(self, state: Mapping[str, Any]) -> None:
+        """Refuse residuals of parameters that are now in another memory format."""
+        saved, now = state.get("orders"), self._orders()
+        if saved is None:  # by an older gradwire
+            return
+        for name in sorted(saved.keys() | now.keys()):
+            if saved.get(name) != now.get(name) and any(name in state["residuals"].get(role, ()) for role in ROLES):
+                raise OptionError(
+                    f"The residual of {name!r} was saved when the parameter had another memory format "
+                    "(torch.channels_last?). Convert the model as it was converted then before DDP wraps it, or train "
+                    "on without this state."
+                )
 
     def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
         """Copy parameters, buffers and optimizer state of one rank to all ranks. Call it on every rank, between steps.

@@ -156,6 +156,7 @@ class Optimizers:
     def begin_backward(self, joined: bool) -> None:
         """Count a synchronized backward pass. A rank that has `joined` runs none itself and takes no steps."""
         for owner in self._owners:
+            owner.averaged.begin_backward()
             if owner.state is not None:
                 owner.state.begin_backward()
             owner.backwards += not (joined or owner.steps_now)

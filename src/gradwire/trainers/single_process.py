@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.core.errors import OptionTypeError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.core.torch_private import uncompiled, uncompiled_name
 from gradwire.ddp.attach import ALONE, attach
 from gradwire.ddp.gathered import GATHERED_VERSION, Document, GatheredStateful, states_of
@@ -43,8 +43,10 @@ class SingleProcessHandle(ObservedHandle):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
-        tensors = {uncompiled_name(name): TensorSpec.of(each) for name, each in trained}
+        parameters = [(uncompiled_name(name), each) for name, each in module.named_parameters()]
+        tensors = {name: TensorSpec.of(each) for name, each in parameters if each.requires_grad}
+        frozen = ((name, each) for name, each in parameters if not each.requires_grad)
+        self._frozen = {name: TensorSpec.of(each) for name, each in frozen if each.dtype in ELEMENT_TYPES}
         info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
         super().__init__(Synchronizer(info, "none", tensors=tensors))
         self._loaded: Mapping[str, Any] = {}  # with the entries of several ranks' handles
@@ -70,7 +72,7 @@ class SingleProcessHandle(ObservedHandle):
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         state = states_of(state)
-        self.synchronizer.load_state_dict(state)
+        self.synchronizer.load_state_dict(state, self._frozen)
         first = state if isinstance(state, Mapping) else state[0]
         self._loaded = {key: value for key, value in first.items() if key != "residuals"}
 
