@@ -166,6 +166,42 @@ def test_a_worker_that_has_all_results_is_asked_over_udp_for_what_another_lacks(
     servers[1].end()
 
 
+@pytest.mark.parametrize("first", ["the latest start", "an older start"])
+def test_a_worker_of_an_older_start_does_not_end_the_job_after_a_restart_whoever_rejoins_first(job, first):
+    server = Process(serve_process, 0, {"workers": 2})
+    address = ("127.0.0.1", server.hear("port"))
+    slow, relay = Relay(address), Relay(address)
+    old = [AggregationClient(way, jobs.config(2), rank, session=5) for rank, way in enumerate((address, slow.address))]
+    job.clients += old
+    check_round(old, 0)
+    slow.holds = True  # the older start's worker 1 is held up, and comes back after the restart
+    slow.cut()
+    old[0].close()
+    threading.Event().wait(1.0)  # of which the seconds of epochs tell nothing
+    new = [AggregationClient(relay.address, jobs.config(2), rank, session=4) for rank in range(2)]
+    job.clients += new
+    check_round(new, 0)
+    relay.holds = first == "an older start"
+    server.signal(signal.SIGKILL)
+    server.process.join()
+    server.end()
+    joined: queue.SimpleQueue[str] = queue.SimpleQueue()
+    job.serve(workers=2, port=address[1], on_event=joined.put)
+    if first == "an older start":
+        slow.holds = False
+        assert joined.get(timeout=WAIT) == "Worker 1: joined"
+        relay.holds = False
+        check_round(new, 1)
+    else:
+        check_round(new, 1)
+        slow.holds = False
+    with pytest.raises(SyncError, match="has been started again since"):
+        submit_all(old[1], 1)[0][1].result(WAIT)
+    check_round(new, 2)
+    slow.close()
+    relay.close()
+
+
 def work_process(pipe: Any, port: int) -> None:
     client = AggregationClient(("127.0.0.1", port), jobs.config(2), 1)
     pipe.send(("pid", os.getpid()))

@@ -86,6 +86,7 @@ class _Session:
     lost_at: dict[int, float] = field(default_factory=dict)
     stall_seconds: float = float("inf")
     kernel: KernelSlots | None = None
+    latest: int = NO_EPOCH  # epoch of the last incarnation that has begun the session or welcomed one of its workers
 
 
 class AggregationServer(Server):
@@ -247,9 +248,10 @@ class AggregationServer(Server):
         if self._datagrams is not None:
             datagrams = WorkerDatagrams.join(worker, join.address, self._endpoint.host(worker), derive)
             datagrams.round_trip_seconds = self._endpoint.round_trip_seconds(worker)
-        if join.session in self._earlier:
-            raise _EarlierSessionError(f"The job of worker {worker} has been started again since. End this process.")
         if session is None or join.session != session.number:
+            if join.session in self._earlier or (session is not None and NO_EPOCH < join.epoch < session.latest):
+                again = f"The job of worker {worker} has been started again since. End this process."
+                raise _EarlierSessionError(again)
             session = self._begin(worker, join)
         if join.config != session.machine.config:
             raise FrameError(
@@ -263,6 +265,7 @@ class AggregationServer(Server):
             )
         if join.epoch not in (NO_EPOCH, session.machine.epoch):
             session.machine.resumed = True
+        session.latest = max(session.latest, join.epoch if join.epoch != NO_EPOCH else session.machine.epoch)
         if datagrams is not None:
             if isinstance(session.machine, KernelStateMachine):
                 session.machine.take_worker(datagrams, keys(derive), self.options.guard)
@@ -290,7 +293,7 @@ class AggregationServer(Server):
     def _begin(self, worker: int, join: AggregatorJoin) -> _Session:
         self._check_config(join.config)
         self._check_other_job(worker, join)
-        epoch, kernel = 1 + secrets.randbits(63), self._begin_in_kernel(join.config)
+        epoch, kernel = _new_epoch(), self._begin_in_kernel(join.config)
         if kernel is None:
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
@@ -440,6 +443,14 @@ class AggregationServer(Server):
                         self._datagrams.send(packet, known.address, known.sender)
                     elif worker == known.worker:  # it may be waiting itself, and send nothing unless it is asked
                         self._send_over_tcp([PacketToSend(worker, packet)])
+
+
+def _new_epoch() -> int:
+    """Random number of an incarnation: the clock's seconds and 31 random bits.
+
+    A server that was restarted remembers no session. By the epochs of their last welcomes, it knows the latest one.
+    """
+    return int(time.time()) << 31 | secrets.randbits(31)
 
 
 class _EarlierSessionError(FrameError):
