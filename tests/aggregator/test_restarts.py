@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.aggregator.client import AggregationClient
 from gradwire.core.errors import SyncError
-from tests.aggregator.aggregation_job import WAIT, check_round, serve_process, submit_all
+from tests.aggregator.aggregation_job import SHORT, WAIT, check_round, serve_process, submit_all
 from tests.aggregator.lost_results import lose_results_and_server
 from tests.schedules import jobs
 from tests.server_processes import Process
@@ -212,6 +212,23 @@ def work(client: AggregationClient, rounds: range) -> None:
     for round_ in rounds:
         for _, future in submit_all(client, round_):
             future.result(WAIT)
+
+
+def test_a_worker_that_is_frozen_for_longer_than_the_timeout_goes_on_if_the_server_still_waits_for_it(job):
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    address = job.serve(workers=2, timeout=SHORT, patience=timedelta(seconds=60), on_event=events.put)
+    worker = Process(work_process, address[1])
+    client = AggregationClient(address, jobs.config(2), 0)
+    job.clients.append(client)
+    worker.hear("pid")
+    work(client, range(10))
+    worker.signal(signal.SIGSTOP)
+    while "got no sign of life from rank 1" not in events.get(timeout=WAIT):
+        pass
+    worker.signal(signal.SIGCONT)
+    work(client, range(10, 100))
+    worker.signal(signal.SIGKILL)
+    worker.end()
 
 
 def test_a_killed_worker_ends_the_job_with_an_error_that_names_it(job):

@@ -22,7 +22,7 @@ from tests.schedules import jobs
 
 TIMEOUT = 1.0
 MOST_SECONDS = 15.0  # far more than the timeout, far less than the stall timeout
-MOST_CALLS = 30  # pauses between calls grow to a second
+MOST_CALLS = 30  # pauses between calls grow to half a second
 OPTIONS = ConnectionOptions(timeout=timedelta(seconds=TIMEOUT))
 CONFIG = make_config(workers=1)
 VALUES = {parameter.name: torch.zeros(parameter.shape) for parameter in CONFIG.tensors}
@@ -74,7 +74,7 @@ def test_a_server_that_dies_at_each_join_is_given_up_after_bounded_tries(use, we
     answers = [(FrameKind.WELCOME, WELCOMES[use])] if welcomes else []
     with failing_server("dies", *answers) as server:
         begun = time.monotonic()
-        with pytest.raises(SyncError, match=r"gave rank 0 no (result on 20 connections|connection for 1 s|answer)"):
+        with pytest.raises(SyncError, match=r"gave rank 0 no (result on 1\d connections|connection for 1 s|answer)"):
             use(server.address)
         assert time.monotonic() - begun < MOST_SECONDS
         assert 1 < server.num_calls <= MAX_LOSSES

@@ -30,8 +30,10 @@ from gradwire.wire.frame import FrameKind, Header
 logger = logging.getLogger("gradwire")
 GRACE_SECONDS = 5.0
 """How long before a worker the server gives up, since only the server knows who is missing."""
-MAX_LOSSES = 20
-"""Connections that may be lost one after another, without a result of the server between them."""
+MAX_LOSSES = 10
+"""Connections that may be lost one after another, without a result of the server between them, before a client gives
+up. It does not before the timeout: a server may take long to save its state, and meanwhile hear an older process of the
+same worker, which it will refuse, in turns with this one."""
 Welcome = TypeVar("Welcome")
 
 
@@ -94,6 +96,7 @@ class Client(EndpointOwner):
         self._lost_at: float | None = time.monotonic()  # set to None by a subclass once it has a server
         self._lost_by: SyncError | None = None
         self._num_losses = 0  # since the last result
+        self._first_loss = 0.0  # of those, when
         self._changed = threading.Condition()
         self._epoch = job_epoch(job)
         integrity = options.integrity or ("crc" if options.tls else None)  # TLS does what tags do
@@ -112,19 +115,20 @@ class Client(EndpointOwner):
                 self._fail(SyncError(f"The {self._server_name} has ended: {error}"))
             elif error is not None and self._error is None:
                 self._lost_by = error
+                self._first_loss = self._first_loss if self._num_losses else time.monotonic()
                 self._num_losses += 1
                 self._call_again_or_fail(error)
             self._changed.notify_all()
 
     def _call_again_or_fail(self, error: SyncError) -> None:
-        if self._num_losses >= MAX_LOSSES:
+        limit = self._options.timeout.total_seconds()
+        if self._num_losses >= MAX_LOSSES and time.monotonic() - self._first_loss >= limit:
             self._fail(SyncError(
-                f"The {self._server_name} gave rank {self.rank} no result on {MAX_LOSSES} connections, one after "
+                f"The {self._server_name} gave rank {self.rank} no result on {self._num_losses} connections, one after "
                 f"another. Look at its log. The last connection: {error}"
             ))  # fmt: skip
             self._endpoint.close(str(self._error))
             return
-        limit = self._options.timeout.total_seconds()
         logger.warning("The %s is called again for %g s. %s", self._server_name, limit, error)
 
     def failed(self, error: SyncError) -> None:

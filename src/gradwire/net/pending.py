@@ -32,7 +32,7 @@ logger = logging.getLogger("gradwire")
 HANDSHAKE_SECONDS = 5.0
 SPARE_CONNECTIONS = 256
 """Unauthenticated connections that are held at once, beyond one per expected caller."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 
 
 class PendingConnection:
@@ -130,6 +130,7 @@ class PendingConnections:
         self._tls = tls
         self._call_at = dict.fromkeys(addresses, 0.0)
         self._pauses: dict[int, float] = {}
+        self._proven_at: dict[int, float] = {}  # when the last call has succeeded
         self._challenged: dict[int, Challenged] = {}
         self._challenges = Challenges()
         self._called: dict[AnySocket, PendingConnection] = {}
@@ -169,9 +170,12 @@ class PendingConnections:
                 self._drop(pending, "it did not finish the handshake in time")
 
     def call_again(self, peer: int) -> None:
-        """Call a rank whose proven connection is gone, if it is one to call."""
+        """Call a rank whose proven connection is gone, if it is one to call. Pauses grow while none lasts."""
         if peer in self._addresses:
-            self._call_at[peer] = time.monotonic() + self._pauses.get(peer, _FIRST_PAUSE)
+            now = time.monotonic()
+            if now - self._proven_at.get(peer, now) >= _LONGEST_PAUSE:
+                self._pauses.pop(peer, None)
+            self._call_at[peer] = now + self._next_pause(peer)
 
     def refuse(self, sock: AnySocket, problem: str) -> None:
         """Close a connection that somebody has opened, and log that from time to time."""
@@ -259,7 +263,7 @@ class PendingConnections:
         assert pending.handshake.peer is not None, "it is proven"
         self.problems.pop(pending.handshake.peer, None)
         if pending.handshake.connects:
-            self._pauses.pop(pending.handshake.peer, None)
+            self._proven_at[pending.handshake.peer] = time.monotonic()
             self._start_with = ""  # the server runs
         return pending
 
@@ -285,9 +289,12 @@ class PendingConnections:
                 *self._addresses[peer], problem, self._start_with,
             )  # fmt: skip
             self._start_with = ""
+        self._call_at[peer] = time.monotonic() + self._next_pause(peer)
+
+    def _next_pause(self, peer: int) -> float:
         pause = self._pauses.get(peer, _FIRST_PAUSE)
         self._pauses[peer] = min(2 * pause, _LONGEST_PAUSE)
-        self._call_at[peer] = time.monotonic() + pause
+        return pause
 
     def _forget(self, pending: PendingConnection) -> None:
         if pending.handshake.connects:
