@@ -38,6 +38,7 @@ class Server(Mute):
     def __init__(self) -> None:
         self.epoch = job_epoch("gradwire")
         self.heard: queue.Queue[tuple[Header, bytes]] = queue.Queue()
+        self.ends: queue.Queue[SyncError | None] = queue.Queue()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()
         self.endpoint = ReconnectingEndpoint(
@@ -48,6 +49,9 @@ class Server(Mute):
 
     def deliver(self, peer: int, header: Header, body: np.ndarray) -> None:
         self.heard.put((header, body.tobytes()))
+
+    def left(self, peer: int, error: SyncError | None) -> None:
+        self.ends.put(error)
 
     def hear(self, kind: FrameKind) -> bytes:
         header, body = self.heard.get(timeout=WAIT)
@@ -137,6 +141,19 @@ def test_a_push_that_meets_a_new_connection_waits_for_its_welcome(
     server.hear(FrameKind.MODEL)
     assert decode_groups(server.hear(FrameKind.GROUPS)) == NEXT
     server.hear(FrameKind.PAYLOAD)
+
+
+def test_a_worker_that_finishes_while_its_connection_is_lost_calls_again_to_say_goodbye(server: Server) -> None:
+    connection = call(server)
+    server.hear(FrameKind.JOIN)
+    server.welcome()
+    connection.wait_for_values()
+    server.break_connection()
+    assert server.ends.get(timeout=WAIT) is not None
+    until(lambda: connection._lost_at is not None)
+    connection.close()
+    server.hear(FrameKind.MODEL)
+    assert server.ends.get(timeout=WAIT) is None
 
 
 def test_a_server_that_is_there_and_says_nothing_is_one_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

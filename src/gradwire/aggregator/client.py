@@ -45,7 +45,6 @@ WINDOW_BYTES = 2 << 20
 """Packets in flight over UDP, and their results."""
 _BATCH = 64
 _TURN_SECONDS = 0.25
-_GOODBYE_SECONDS = 2.0
 _Finished = tuple[Future[Reply], Reply]
 
 
@@ -174,8 +173,7 @@ class AggregationClient(Client):
 
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it on all workers. Idempotent."""
-        with self._changed:  # a goodbye needs a connection
-            self._changed.wait_for(lambda: self._lost_at is None or self._error is not None, _GOODBYE_SECONDS)
+        self._wait_for_goodbye()
         closed = SyncError(f"The aggregation client was closed. {reason}".rstrip())
         self._fail(closed, goodbye=reason)
         threads.end(self._thread, self._endpoint.end_seconds + threads.END_SECONDS)

@@ -30,6 +30,8 @@ from gradwire.wire.frame import FrameKind, Header
 logger = logging.getLogger("gradwire")
 GRACE_SECONDS = 5.0
 """How long before a worker the server gives up, since only the server knows who is missing."""
+GOODBYE_SECONDS = 2.0
+"""How long a client that is closed waits for a connection to say goodbye on."""
 MAX_LOSSES = 10
 """Connections that may be lost one after another, without a result of the server between them, before a client gives
 up. It does not before the timeout: a server may take long to save its state, and meanwhile hear an older process of the
@@ -139,6 +141,11 @@ class Client(EndpointOwner):
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _wait_for_goodbye(self) -> None:
+        """Wait a little until this end is connected: a goodbye needs a connection, which may just be made again."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost_at is None or self._error is not None, GOODBYE_SECONDS)
 
     def _send_frame(self, kind: FrameKind, body: bytes | np.ndarray) -> None:
         """Send a frame that says no more than its kind and body, if there is a connection."""

@@ -116,6 +116,8 @@ class ServerConnection(Client):
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, or give the reason for leaving early. Idempotent."""
+        if self._lost_by is not None and not self.finished and not self._endpoint.forked:
+            self._wait_for_goodbye()
         self._endpoint.close(reason)
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------
