@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import signal
 import socket
@@ -162,6 +165,36 @@ def test_workers_add_up_with_it():
             client.close()
         assert server.wait(30) == 0
         assert "All workers have finished." in server.stdout.read()
+
+
+@pytest.mark.parametrize("reader", ["is gone", "reads nothing"])
+def test_a_server_does_not_wait_for_whoever_reads_its_output(reader):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "serve", "--aggregate", "--workers", "1", "--port", "0"]
+    output, written = os.pipe()
+    fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, 4096)
+    with subprocess.Popen(command, stdout=written, stderr=subprocess.PIPE, text=True) as server:
+        port = re.search(r":(\d+)$", os.read(output, 4096).decode().rstrip()).group(1)
+        filler = os.open(f"/proc/self/fd/{written}", os.O_WRONLY | os.O_NONBLOCK)
+        os.close(written)
+        with contextlib.suppress(BlockingIOError):
+            while reader == "reads nothing":
+                os.write(filler, b"x")
+        os.close(filler)
+        if reader == "is gone":
+            os.close(output)
+        terms = SessionConfig(1, (), (Stream(Operation.MAXIMUM, 50),))
+        client = AggregationClient(f"127.0.0.1:{port}", terms, 0)
+        sent, out = np.ones(50, np.float32), np.empty(50, np.float32)
+        for round_ in range(3):
+            client.submit(round_, 0, sent.view(np.uint8), out).result(30)
+        client.close()
+        if reader == "reads nothing":
+            assert os.read(output, 4096).strip(b"x") == b""
+            assert b"All workers have finished." in b"".join(iter(lambda: os.read(output, 4096), b""))
+            os.close(output)
+        assert server.wait(30) == 0
+        said = server.stderr.read()
+        assert ("writing one failed: BrokenPipeError" in said) == (reader == "is gone"), said
 
 
 def metrics_of(url: str) -> dict[str, float]:

@@ -307,7 +307,9 @@ def test_residuals_of_another_memory_format_are_refused_with_advice() -> None:
                 handle.load_state_dict(state)
                 handle.load_state_dict([state])
                 continue
-            with pytest.raises(gw.errors.OptionError, match=r"'0\.weight' .* another memory format .*Convert the model"):
+            with pytest.raises(
+                gw.errors.OptionError, match=r"'0\.weight' .* another memory format .*Convert the model"
+            ):
                 handle.load_state_dict(state)
             del state["orders"]  # as before it was noted
             handle.load_state_dict(state)

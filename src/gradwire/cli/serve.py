@@ -107,6 +107,7 @@ def serve(
     from gradwire.net.address import parse_address
     from gradwire.net.server import Server, stopped_by_signals
     from gradwire.net.tls import TlsFiles
+    from gradwire.observe.event_lines import EventLines
     from gradwire.observe.exposition import MetricsServer
 
     if parameters == aggregate:
@@ -170,7 +171,10 @@ def serve(
             typer.echo(f"Serving {what} to {workers} workers at {server.address[0]}:{server.address[1]}")
             if metrics is not None:
                 typer.echo(f"Metrics at {metrics.url}")
-            server.run(on_event=typer.echo)
+            lines = EventLines(typer.echo)
+            stack.callback(lines.end)
+            server.run(on_event=lines.put)
+            lines.put("All workers have finished.")
     except ServerStoppedError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(128 + received[0]) from None
@@ -179,4 +183,3 @@ def serve(
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    typer.echo("All workers have finished.")

@@ -137,8 +137,8 @@ class Handle(ObservedHandle):
         ddp = self._ddp()
         known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
         later = {self._names[id(each)]: TensorSpec.of(each) for each in known if each.dtype in ELEMENT_TYPES}
-        for each in [state] if isinstance(state, Mapping) else state:
-            self._check_orders(each)
+        for saved in [state] if isinstance(state, Mapping) else state:
+            self._check_orders(saved)
         self.synchronizer.load_state_dict(state, later)
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]

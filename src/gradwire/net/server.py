@@ -100,7 +100,7 @@ class Server(EndpointOwner):
         """Serve until all workers have said goodbye.
 
         Args:
-            on_event: Called with one line of text for each event.
+            on_event: Called with one line of text for each event, which waits until it returns.
 
         Raises:
             PeerTimeoutError: A worker was away, or held up the others, for too long; or it was refused.
