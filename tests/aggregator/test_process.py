@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -205,6 +206,24 @@ def test_workers_with_different_configurations_are_refused(job):
     second = AggregationClient(address, jobs.config(2), 1)
     job.clients.append(second)
     check_round([first, second], 0)  # the job goes on
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(job):
+    (client,) = job.join(job.serve(workers=1), jobs.config(1))
+    client._changed.acquire()  # as another thread of the parent may have done
+    child = os.fork()
+    if child == 0:
+        try:
+            submit_all(client, 0)
+        except SyncError as error:
+            client.close()
+            os._exit(not str(error).endswith("start workers with the 'spawn' method."))
+        finally:
+            os._exit(2)
+    client._changed.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_round([client], 0)
 
 
 def test_who_waits_for_a_worker_that_was_refused_is_told_why(job):

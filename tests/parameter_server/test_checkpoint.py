@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ STEP = 41
 """Damage is tried in every byte whose number is a multiple of it, and so in every field of the file."""
 
 
+@pytest.fixture
+def largest_file() -> Iterator[None]:
+    """No file of this process can be longer than 1 KiB, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 class Saved:
     """The checkpoint of a job in the middle of a step."""
 
@@ -33,7 +44,7 @@ class Saved:
         job.train(3)
         job.workers[0].push(job.grads())
         job.settle()
-        self.shard = job.shard
+        self.shard, self.machine = job.shard, job.machine
         self.path = folder.path / "checkpoint-5.safetensors"
         with Checkpoint(folder, job.machine).save(5) as self.digest:
             assert not self.path.exists()
@@ -112,4 +123,16 @@ def test_an_interrupted_save_leaves_the_one_before(saved: Saved) -> None:
     checkpoint.load(5)
     with pytest.raises(RuntimeError), checkpoint.save(5):
         raise RuntimeError("no journal could be made for it")
+    assert saved.path.read_bytes() == saved.content
+
+
+def test_a_checkpoint_that_finds_no_room_is_an_error_with_advice_and_the_one_before_is_kept(
+    saved: Saved, largest_file: None
+) -> None:
+    with (
+        pytest.raises(StateError, match=r"could not be written to .* Is the disk full"),
+        Checkpoint(saved.folder, saved.machine).save(6),
+    ):
+        pytest.fail("nothing was saved")
+    assert list(saved.folder.path.glob("checkpoint*.safetensors")) == [saved.path]
     assert saved.path.read_bytes() == saved.content

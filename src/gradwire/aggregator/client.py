@@ -156,11 +156,12 @@ class AggregationClient(Client):
 
         Raises:
             ValueError: The arguments do not fit the session configuration, or the round is out of order.
-            SyncError: The client has failed or was closed.
+            SyncError: The client has failed or was closed, or this process is a fork of the client's.
 
         On failure: All pending futures and later calls get the same `SyncError` (`PeerTimeoutError` if the server or a
         worker was silent for too long). Create a new client in a new session.
         """
+        self._endpoint.check_process()
         future: Future[Reply] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
@@ -173,6 +174,8 @@ class AggregationClient(Client):
 
     def close(self, reason: str = "") -> None:
         """Say goodbye; or, with a reason, make the job fail with it on all workers. Idempotent."""
+        if self._endpoint.forked:  # the parent says it
+            return
         self._wait_for_goodbye()
         closed = SyncError(f"The aggregation client was closed. {reason}".rstrip())
         self._fail(closed, goodbye=reason)

@@ -48,7 +48,7 @@ def close_gracefully(links: Iterable[Link], message: ClosingMessage, timeout: ti
     Returns:
         The error of the first peer that did not take what was queued for it.
     """
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # takes no descriptor: the process may have none left
         closings = [_Closing(link, message, timeout, selector) for link in links if link.open]
         while any(closing.link.open for closing in closings):
             now = time.monotonic()

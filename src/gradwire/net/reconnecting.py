@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from gradwire.core import threads
-from gradwire.core.errors import OptionError, PeerTimeoutError, SyncError
+from gradwire.core.errors import OptionError, SyncError
 from gradwire.net.closing import ClosingMessage, close_gracefully
 from gradwire.net.handshake import GroupMember, Handshake, JobKey
 from gradwire.net.link import Link
@@ -246,9 +246,8 @@ class ReconnectingEndpoint(ConnectionLoop):
             del self._links[link.peer]
         self._watch(link, 0)
         if tell and link.open:  # takes up to a second, for which the other peers do not wait
-            # A peer that was held up may come back.
-            kind = FrameKind.GOAWAY if isinstance(error, PeerTimeoutError) else FrameKind.ABORT
-            message = ClosingMessage(kind, str(error))
+            # Also to one that was silent: a process that was frozen counts as dead, and ends when it goes on.
+            message = ClosingMessage(FrameKind.ABORT, str(error))
             say = partial(close_gracefully, [link], message, self._timeout)
             self._dismissals = [thread for thread in self._dismissals if thread.is_alive()]
             self._dismissals.append(threads.start("gradwire-dismissal", say, lambda error: link.close()))

@@ -55,14 +55,25 @@ class Checkpoint:
 
     @contextmanager
     def save(self, number: int) -> Iterator[bytes]:
-        """Write the current state, and yield its digest. The file counts when the block has ended without an error."""
+        """Write the current state, and yield its digest. The file counts when the block has ended without an error.
+
+        Raises:
+            StateError: The file could not be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         tensors, text = self._state(number)
         digest = _digest(tensors, text)
         with self._folder.replace(checkpoint_name(number)) as fresh:
             self._folder.open(fresh, "wb").close()  # private before it has content
-            save_file(tensors, self._folder.path / fresh, {"gradwire": text, "digest": digest.hex()})
+            try:
+                save_file(tensors, self._folder.path / fresh, {"gradwire": text, "digest": digest.hex()})
+            except SafetensorError as error:
+                raise StateError(
+                    f"The checkpoint could not be written to {self._folder.path}: {error}. Is the disk full? The one "
+                    "before is kept: start the server again when there is room."
+                ) from error
             yield digest
 
     def digest(self, number: int) -> bytes:
