@@ -211,7 +211,16 @@ def test_workers_with_different_configurations_are_refused(job):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(job):
     (client,) = job.join(job.serve(workers=1), jobs.config(1))
-    client._changed.acquire()  # as another thread of the parent may have done
+    held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:  # a lock, which the child then has without the thread that would release it
+        with client._changed:
+            held.set()
+            is_over.wait(WAIT)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    held.wait(WAIT)
     child = os.fork()
     if child == 0:
         try:
@@ -221,7 +230,8 @@ def test_a_forked_child_does_not_wait_for_what_only_its_parent_can_hear(job):
             os._exit(not str(error).endswith("start workers with the 'spawn' method."))
         finally:
             os._exit(2)
-    client._changed.release()
+    is_over.set()
+    holding.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     check_round([client], 0)
 

@@ -272,6 +272,11 @@ def test_the_scale_of_residuals_is_not_known_if_attach_was_told_of_no_scaler_or_
         scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
         scaler.step(optimizer)
         assert handle.state_dict()["loss_scale"] is None
+        scaler.update()
+        handle.load_state_dict(handle.state_dict() | {"loss_scale": 1.0})
+        scaler.scale(ddp(torch.ones(5, 4)).sum()).backward()
+        scaler.step(optimizer)
+        assert handle.state_dict()["loss_scale"] == (None if knows_optimizer else 1.0)
         handle.detach()
 
 
@@ -317,6 +322,16 @@ def test_residuals_of_another_memory_format_are_refused_with_advice() -> None:
         handle.synchronizer.residuals.add(key, np.ones(3, np.float32))
         saved[memory_format] = handle.state_dict()
         handle.detach()
+
+
+@pytest.mark.parametrize("stride", [21, 1])
+def test_a_dimension_of_one_element_has_no_place_in_a_memory_order(stride: int) -> None:
+    module = nn.Conv2d(3, 4, (1, 7))
+    module.weight = nn.Parameter(torch.randn(84).as_strided((4, 3, 1, 7), (21, 1, stride, 3)))
+    ddp = DistributedDataParallel(module)
+    handle = gw.attach(ddp, "threelc")
+    assert handle.state_dict()["orders"] == {"weight": [0, 3, 1]}
+    handle.detach()
 
 
 def test_a_handle_does_not_keep_its_module_alive() -> None:

@@ -252,7 +252,10 @@ def test_may_skip_parameters_where_the_graph_is_searched() -> None:
     assert found == [False, True, True]
 
 
-def test_num_users_are_known_after_the_means_and_ddp_keeps_the_gradients_of_those_without() -> None:
+@pytest.mark.parametrize("as_view", [False, True])
+def test_num_users_are_known_after_the_means_and_discards_means_tells_what_becomes_of_those_without(
+    as_view: bool,
+) -> None:
     known: list[list[int]] = []
 
     def hook(state: Any, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -262,15 +265,16 @@ def test_num_users_are_known_after_the_means_and_ddp_keeps_the_gradients_of_thos
         torch_private.after_backward(again)
         return done(torch.full_like(bucket.buffer(), 7.0))
 
-    ddp = hooked(hook, find_unused_parameters=True)
-    for depth in (5, 1):
-        ddp.zero_grad()
-        for each in ddp.parameters():
-            each.grad = torch.full_like(each, 3.0)
-        ddp.module.forward = ddp.module[:depth].forward
-        backward(ddp)
+    ddp = hooked(hook, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+    backward(ddp)
+    for each in ddp.parameters():
+        each.grad.fill_(3.0)
+    ddp.module.forward = ddp.module[:1].forward
+    backward(ddp)
     assert known == [[1] * 6, [1, 1, 0, 0, 0, 0]]
-    assert [float(each.grad.view(-1)[0]) for each in ddp.parameters()] == [7, 7, 3, 3, 3, 3]
+    kept = 3 if torch_private.discards_means(ddp) else 7
+    assert [float(each.grad.view(-1)[0]) for each in ddp.parameters()] == [7, 7, kept, kept, kept, kept]
+    assert kept == (7 if as_view else 3)
 
 
 def test_uncompiled_finds_the_module_and_its_names() -> None:

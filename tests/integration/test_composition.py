@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.integration.jobs.composition import COMBINED, FEATURES
@@ -134,6 +135,14 @@ def test_unused_parameters_keep_their_residual_however_gradients_are_cleared(of_
     other, owner = (rank["unused"] for rank in of_two)
     assert owner == {key: [None] * 6 for key in keys}  # of the one compressed tensor of the branch
     assert other == {key: [True] * 6 for key in keys}
+
+
+def test_nothing_is_lost_if_backwards_of_one_step_use_branches_in_turns(of_two: list[dict[str, Any]]) -> None:
+    """DDP discards the mean of a branch that no rank has used, unless gradients are views of buckets."""
+    for key in of_two[0]["branches_in_turns"]:
+        produced, applied, left = np.sum([rank["branches_in_turns"][key] for rank in of_two], axis=0)
+        assert np.abs(left).max() > 0.1, "nothing was left out"
+        np.testing.assert_allclose(applied + left, produced, rtol=1e-4, atol=1e-4, err_msg=key)
 
 
 @pytest.mark.ci

@@ -293,7 +293,8 @@ class AggregationServer(Server):
     def _begin(self, worker: int, join: AggregatorJoin) -> _Session:
         self._check_config(join.config)
         self._check_other_job(worker, join)
-        epoch, kernel = _new_epoch(), self._begin_in_kernel(join.config)
+        before = NO_EPOCH if self._session is None else max(self._session.latest, self._session.machine.epoch)
+        epoch, kernel = max(_new_epoch(), before + 1), self._begin_in_kernel(join.config)
         if kernel is None:
             machine = AggregatorStateMachine(join.config, epoch, acknowledges=self._datagrams is not None)
         else:
@@ -446,7 +447,7 @@ class AggregationServer(Server):
 
 
 def _new_epoch() -> int:
-    """Random number of an incarnation: the clock's seconds and 31 random bits.
+    """Random number of an incarnation: the seconds of this machine's clock, and 31 random bits.
 
     A server that was restarted remembers no session. By the epochs of their last welcomes, it knows the latest one.
     """

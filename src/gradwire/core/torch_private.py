@@ -97,11 +97,18 @@ def may_skip_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
+def discards_means(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP leaves the ``.grad`` of parameters that no rank has used, without their means.
+
+    It does where it copies gradients into buckets. Where they are views of buckets, they become the means.
+    """
+    return may_skip_parameters(ddp) and not ddp.gradient_as_bucket_view
+
+
 def num_users(ddp: DistributedDataParallel) -> list[int]:
     """Return how many ranks have used each parameter that DDP synchronizes, in its order.
 
-    Call it where `may_skip_parameters`, after DDP has copied the means of a backward pass. It discards those of
-    parameters that no rank has used.
+    Call it where `may_skip_parameters`, after DDP has taken the means of a backward pass.
     """
     counts: list[int] = ddp.reducer._get_local_used_map().tolist()
     return counts

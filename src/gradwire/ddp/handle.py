@@ -91,9 +91,9 @@ class Handle(ObservedHandle):
         Save one file per rank. It loads with ``torch.load(..., weights_only=True)``.
         """
         self.commit_without_optimizer()
-        is_unscaled = self._loss_scale is None and self._optimizers and not self._optimizers.have_scaler
-        state = self.synchronizer.state_dict() | {"loss_scale": 1.0 if is_unscaled else self._loss_scale}
-        state["orders"] = self._orders()
+        state = self.synchronizer.state_dict() | {"loss_scale": self._scale_of_residuals()}
+        if self._ddp() is not None:
+            state["orders"] = self._orders()
         states = self._optimizers.states
         if not states:
             return state
@@ -151,12 +151,22 @@ class Handle(ObservedHandle):
         if self.autopilot is not None:
             self.autopilot.restart()
 
+    def _scale_of_residuals(self) -> float | None:
+        """Loss scale of the residuals. None if it is not known."""
+        if self._scaler is None and self._optimizers.have_scaler:  # `attach` was not given it
+            return None
+        return 1.0 if self._loss_scale is None and self._optimizers else self._loss_scale
+
     def _orders(self) -> dict[str, list[int]]:
         """Dimensions of each parameter in the order of its residual, where it is not that of the dimensions."""
         ddp = self._ddp()
         parameters = [] if ddp is None else ddp.parameters()
-        orders = {self._names.get(id(each), ""): torch_private.bucket_order(each) for each in parameters}
-        return {name: order for name, order in orders.items() if order != sorted(order)}
+        orders = {}
+        for each in parameters:
+            order = [dim for dim in torch_private.bucket_order(each) if each.shape[dim] > 1]
+            if order != sorted(order):
+                orders[self._names[id(each)]] = order
+        return orders
 
     def _check_orders(self, state: Mapping[str, Any]) -> None:
         """Refuse residuals of parameters that are now in another memory format."""
@@ -367,8 +377,11 @@ class Handle(ObservedHandle):
         self.commit_without_optimizer()
         self.synchronizer.begin_step(self._optimizers.owned)
         self._follow_loss_scale()
-        self._momentum.before_backward(self.synchronizer.plan, self.synchronizer.residuals)
+        one, any_step = self.synchronizer, self._optimizers.any_step
+        self._momentum.before_backward(one.plan, one.residuals, any_step=any_step)
         self._optimizers.begin_backward(joined)
+        if torch_private.discards_means(ddp):
+            self.synchronizer.residuals.mark()
         self._active_ranks = self._count_active_ranks(ddp, joined)
         self._replicas.check_if_due(None if joined else ddp)
 
@@ -408,7 +421,7 @@ class Handle(ObservedHandle):
         compared = self._replicas.check_due(self.synchronizer.num_steps)
         if self.autopilot is not None and self.autopilot.only_compares and not compared:
             return
-        if torch_private.in_backward() and torch_private.may_skip_parameters(self._module):
+        if torch_private.in_backward() and torch_private.discards_means(self._module):
             torch_private.after_backward(self._forget_discarded)
         started = time.monotonic()
         with advising():
@@ -423,14 +436,18 @@ class Handle(ObservedHandle):
 
         Such a parameter is sent if its `.grad` has values of an earlier pass.
         """
-        ddp, tensors = self._module, self.synchronizer.tensors
+        ddp = self._module
         users = torch_private.num_users(ddp)
         if len(self._reduced) != len(users):
             sparse = dict(torch_private.trained_parameters(ddp, sparse=True))
-            self._reduced = [name for name in self._names.values() if name in tensors or name in sparse]
-        unused = [name for name, count in zip(self._reduced, users, strict=False) if not count]
-        if unused and len(self._reduced) == len(users):  # else DDP has skipped buckets, and some are not known yet
-            self.synchronizer.forget(unused)
+            handed_over = {name for _, names, _ in self._buckets.values() for name in names}
+            for known in (handed_over, self.synchronizer.tensors):  # DDP may have skipped buckets so far
+                self._reduced = [name for name in self._names.values() if name in known or name in sparse]
+                if len(self._reduced) == len(users):
+                    break
+            else:
+                return
+        self.synchronizer.discard([name for name, count in zip(self._reduced, users, strict=True) if not count])
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._momentum.before_step(self.synchronizer.plan, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from gradwire.core.spec import TensorSpec
 from gradwire.residuals import policies
 from gradwire.residuals.transaction import Residuals
 from gradwire.sync.plan import Plan
+
+logger = logging.getLogger("gradwire")
 
 _ADVICE = (
     "Pass gradwire.Plan(..., feedback=gradwire.MomentumCorrection.of(optimizer)), which takes the momentum out of a "
@@ -46,6 +49,7 @@ class MomentumCheck:
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._parameters = list(parameters)
         self._plan: Plan | None = None
+        self._has_warned = False
         self._names: dict[int, str] = {}  # of the corrected parameters under `_plan`, by id
 
     def add(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -76,17 +80,32 @@ class MomentumCheck:
         if may_have_momentum([optimizer]):
             self._check(plan, optimizer, _SINCE_ATTACH)
 
-    def before_backward(self, plan: Plan, residuals: Residuals) -> None:
+    def before_backward(self, plan: Plan, residuals: Residuals, *, any_step: bool) -> None:
         """Check that a synchronized backward pass is the only one of its step: each one advances the velocities.
 
+        Args:
+            plan: The plan.
+            residuals: Residuals of this rank.
+            any_step: Whether any optimizer has stepped since the pass before. Then there is a warning, once.
+
         Raises:
-            OptionError: The gradients of the pass before have been averaged, and no step has applied them.
+            OptionError: No optimizer has applied the means of the pass before.
         """
-        if plan.has_velocity and residuals.is_open and residuals.has_open_velocity:
+        if not (plan.has_velocity and residuals.is_open and residuals.has_open_velocity):
+            return
+        if not any_step:
             raise OptionError(
                 "Momentum correction advances its velocities in each synchronized backward pass, and the optimizer has "
                 "not stepped since the last one. Run all backwards of a step but the last under ddp.no_sync(). If the "
-                "gradients of the last one were thrown away, call handle.rollback()."
+                "gradients of the last one were thrown away, call handle.rollback(). If another optimizer was created "
+                "after attach, detach and attach with that one."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Momentum correction advances its velocities in each synchronized backward pass, also those of "
+                "parameters whose optimizer has not stepped since the last one. Their momentum counts more than once. "
+                "Let each optimizer step after each backward, or choose another feedback for these parameters."
             )
 
     def _check(self, plan: Plan, optimizer: torch.optim.Optimizer, advice: str) -> None:

@@ -123,6 +123,11 @@ class Optimizers:
         """Names of the parameters of each optimizer that has not stepped since a synchronized backward pass."""
         return [owner.names for owner in self._owners if owner.backwards]
 
+    @property
+    def any_step(self) -> bool:
+        """Whether any optimizer has stepped since the last synchronized backward pass."""
+        return len(self.waiting) < len(self._owners)
+
     # -- steps -----------------------------------------------------------------------------------------------
 
     def listen(

@@ -33,9 +33,12 @@ GRACE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """How long a client that is closed waits for a connection to say goodbye on."""
 MAX_LOSSES = 10
-"""Connections that may be lost one after another, without a result of the server between them, before a client gives
-up. It does not before the timeout: a server may take long to save its state, and meanwhile hear an older process of the
-same worker, which it will refuse, in turns with this one."""
+"""Connections that may be lost one after another, without a result of the server between them.
+
+A client gives up after them, but not before its timeout. While a server saves its state, it may not answer for long.
+If an older process of the same worker calls as well, each of the two takes the other's place until the server refuses
+the older one.
+"""
 Welcome = TypeVar("Welcome")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable
 
 from gradwire.core import threads
@@ -15,6 +16,7 @@ from gradwire.core import threads
 logger = logging.getLogger("gradwire")
 MAX_LINES = 10_000
 """Lines that may wait. Further ones are dropped."""
+_TURN_SECONDS = 0.25
 
 
 class EventLines:
@@ -26,35 +28,32 @@ class EventLines:
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
-        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
+        self._ended = threading.Event()
         self._thread = threads.start("gradwire-event-lines", self._run, on_error=None)
 
     def put(self, line: str) -> None:
         """Write a line soon. Returns at once, on any thread."""
-        self._put(line)
-
-    def end(self) -> None:
-        """Write what still waits. Limited as `gradwire.core.threads.end` is."""
-        self._put(None)
-        threads.end(self._thread)
-
-    def _put(self, line: str | None) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
             logger.debug("Nobody takes the lines about events. Dropped: %s", line)
 
+    def end(self) -> None:
+        """Write what still waits. Limited as `gradwire.core.threads.end` is."""
+        self._ended.set()
+        threads.end(self._thread)
+
     def _run(self) -> None:
-        while (line := self._next()) is not None:
+        while True:
+            try:
+                line = self._lines.get(timeout=_TURN_SECONDS)
+            except queue.Empty:
+                if self._ended.is_set():
+                    return
+                continue
             try:
                 self._write(line)
             except Exception as error:
                 logger.warning("The lines about events end here, because writing one failed: %r", error)
                 return
-
-    def _next(self) -> str | None:
-        while True:
-            try:
-                return self._lines.get(timeout=threads.WAKE_SECONDS)
-            except queue.Empty:
-                continue

@@ -61,7 +61,7 @@ class ServerConnection(Client):
         self._welcomed = 0  # number of the last connection with a WELCOME
         self._awaited: Callable[[], bool] | None = None
         self._welcome: TrainingWelcome | None = None
-        self._noticed = False
+        self._noticed = self._closed = False
         self._newest = -1
 
     @property
@@ -116,8 +116,10 @@ class ServerConnection(Client):
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, or give the reason for leaving early. Idempotent."""
-        if self._lost_by is not None and not self.finished and not self._endpoint.forked:
-            self._wait_for_goodbye()
+        if not self._endpoint.forked and not self._closed:
+            self._closed = True
+            if self._lost_by is not None and not self.finished:
+                self._wait_for_goodbye()
         self._endpoint.close(reason)
 
     # -- on the endpoint's thread ----------------------------------------------------------------------------

@@ -63,6 +63,16 @@ class States:
         """Drop the staged states, for some parameters or for all."""
         self._staged = {} if names is None else {key: each for key, each in self._staged.items() if key[0] not in names}
 
+    @property
+    def staged(self) -> dict[Key, _Staged]:
+        """The staged states now, for `return_to`."""
+        return dict(self._staged)
+
+    def return_to(self, staged: Mapping[Key, _Staged], names: Collection[str]) -> None:
+        """Stage again what was staged then, for some parameters."""
+        self.rollback(names)
+        self._staged |= {key: each for key, each in staged.items() if key[0] in names}
+
     def drop(self, name: str) -> None:
         """Drop all states of a parameter."""
         self._committed = {key: values for key, values in self._committed.items() if key[0] != name}

@@ -111,7 +111,9 @@ class Residuals:
         self._version = 0  # counts the changes of `_slices`
         self._num_commits = 0  # a commit of all; others and rollbacks count twice, because they break the alternation
         self._zeros = np.zeros(0, np.float32)
+        self._marked: dict[tuple[str, Role], list[tuple[ElementRange, np.ndarray]]] = {}  # staged at `mark`
         self.states = States()
+        self._marked_states = self.states.staged
         self.loss_scale = 1.0
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ class Residuals:
         """Make the staged residuals the state, for some parameters or for all. Only swaps pointers."""
         with self._lock:
             self._num_commits += 1 if names is None else 2
+            self._marked = {}
             self._part_twins()
             for each in self._open_of(names):
                 if each.staged is not None:
@@ -191,14 +194,45 @@ class Residuals:
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Drop what was staged since the last commit, for some parameters or for all. Only swaps pointers."""
         with self._lock:
+            self._num_commits += 2
+            self._part_twins()
+            for each in self._open_of(names):
+                if each.staged is not None:
+                    each.staged, each.spare = None, each.staged
+            self._open = [each for each in self._open if each.staged is not None]
             self.states.rollback(names)
-            staged = [each for each in self._open_of(names) if each.staged is not None]
+
+    def mark(self) -> None:
+        """Note what is staged now, for `return_to_mark`. Copies it."""
+        with self._lock:
+            self._marked, self._marked_states = {}, self.states.staged
+            for key, slices in self._slices.items() if self._open else ():
+                staged = [(held, each.staged.copy()) for held, each in slices.items() if each.staged is not None]
+                if staged:
+                    self._marked[key] = staged
+
+    def return_to_mark(self, names: Collection[str]) -> None:
+        """Stage what was staged at the last `mark`, for some parameters, as if no encode had staged anything since."""
+        with self._lock:
+            self.states.return_to(self._marked_states, names)
+            staged = [
+                (key, held, each)
+                for key, slices in self._slices.items() if key[0] in names
+                for held, each in slices.items() if each.staged is not None
+            ]  # fmt: skip
             if not staged:
                 return
             self._num_commits += 2
             self._part_twins()
-            for each in staged:
-                each.staged, each.spare = None, each.staged
+            for key, held, each in staged:
+                marked = [(old, values) for old, values in self._marked.get(key, ()) if overlap(old, held)]
+                assert each.staged is not None, "selected"
+                each.staged[:] = 0 if each.committed is None else each.committed
+                for old, values in marked:
+                    shared = intersection(old, held)
+                    cut(each.staged, held, shared)[:] = cut(values, old, shared)
+                if not marked:
+                    each.staged, each.spare = None, each.staged
             self._open = [each for each in self._open if each.staged is not None]
 
     def _open_of(self, names: Collection[str] | None) -> Sequence[ResidualSlice]:

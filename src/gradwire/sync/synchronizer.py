@@ -369,9 +369,10 @@ class Synchronizer(Peers):
         self._nonfinite -= self._nonfinite if names is None else set(names)
         self.events.emit(Event("rollback", time.monotonic(), detail=detail))
 
-    def forget(self, names: Collection[str]) -> None:
-        """Return the residuals of tensors whose means were discarded to the last commit, as if none had been sent."""
-        self.residuals.rollback(names)
+    def discard(self, names: Collection[str]) -> None:
+        """Return residuals to `Residuals.mark`, because the means since then were thrown away for these tensors."""
+        self.wait()
+        self.residuals.return_to_mark(names)
         self._nonfinite -= set(names)
 
     def rescale(self, factor: float) -> None:

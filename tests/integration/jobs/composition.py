@@ -24,7 +24,7 @@ COMBINED = ("plain", "scaler", "all", "static graph, bucket views")
 
 def of_two(rank: int, world_size: int) -> dict[str, Any]:
     """All that two ranks can show, in one launch."""
-    return {job.__name__: job(rank, world_size) for job in (features, modules, own_hook, unused)}
+    return {job.__name__: job(rank, world_size) for job in (features, modules, own_hook, unused, branches_in_turns)}
 
 
 def features(rank: int, world_size: int, names: Sequence[str] = COMBINED) -> dict[str, Any]:
@@ -351,12 +351,17 @@ class Branches(nn.Module):
         torch.manual_seed(3)
         self.always, self.sometimes = nn.Linear(64, 160), nn.Linear(64, 160)
 
-    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, both: bool | str) -> torch.Tensor:
+        if isinstance(both, str):
+            return getattr(self, both)(inputs)
         return self.always(inputs) + (self.sometimes(inputs) if both else 0)
 
 
 def unused(rank: int, world_size: int) -> dict[str, Any]:
-    """A branch that no rank uses in odd steps keeps its residual, also if its gradient stays."""
+    """A branch that no rank uses in odd steps keeps its residual, also if its gradient stays.
+
+    If gradients are views of buckets, those that stay become means again, so their residuals count.
+    """
     found = {}
     for clears, as_view in itertools.product(("to none", "to zero", "in even steps"), (True, False)):
         ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
@@ -371,9 +376,40 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
             if after == fingerprint([]):
                 kept.append(None)
             else:
-                kept.append(step == 0 or (before == after) == bool(step % 2))
+                rests = bool(step % 2) and not (as_view and clears == "in even steps")
+                kept.append(step == 0 or (before == after) == rests)
         handle.detach()
         found[f"{clears} {as_view}"] = kept
+    return found
+
+
+def branches_in_turns(rank: int, world_size: int) -> dict[str, list[list[float]]]:
+    """Two backwards a step, each of one branch. By branch: what was produced and applied, and the residuals' sum."""
+    found = {}
+    for as_view, strategy in itertools.product((True, False), ("allgather", "scatter_reduce")):
+        torch.manual_seed(rank)
+        inputs = torch.randn(1, 64)
+        ddp = wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+        plan = gw.Plan("topk:ratio=0.1", strategy=strategy, min_elements=0)
+        handle = gw.attach(ddp, plan, optimizer=optimizer)
+        parts = {"always.weight": ddp.module.always, "sometimes.weight": ddp.module.sometimes}
+        before = {name: part.weight.detach().clone() for name, part in parts.items()}
+        for _ in range(10):
+            optimizer.zero_grad()
+            for branch in ("always", "sometimes"):
+                ddp(inputs, branch).sum().backward()
+            optimizer.step()
+        kept = handle.synchronizer.residuals.total()
+        for name, part in parts.items():
+            produced = 10 * inputs.expand(160, 64) / world_size
+            applied = (before[name] - part.weight.detach()) / world_size
+            left = torch.zeros(produced.numel(), dtype=torch.float64)
+            left[: kept[name].size] = torch.from_numpy(kept[name])
+            found[f"{as_view} {strategy} {name}"] = [
+                values.double().view(160, 64).sum(0).tolist() for values in (produced, applied, left)
+            ]
+        handle.detach()
     return found
 
 
