@@ -21,17 +21,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import threads, torch_private
-from gradwire.core.errors import NO_TENSOR, OptionError, SyncError
+from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.events import Event
 from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
 from gradwire.ddp.advice import advising, what_to_do
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import check_types, slot_of
+from gradwire.ddp.loss_scale import LossScale
+from gradwire.ddp.memory_orders import check_memory_orders, memory_orders
 from gradwire.ddp.momentum import MomentumCheck
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.ddp.replicas import Replicas, SynchronizedReplicas
-from gradwire.residuals.slices import ROLES
 from gradwire.sync.submission import GradientSlice
 from gradwire.sync.synchronizer import Synchronizer
 
@@ -61,8 +62,7 @@ class Handle(ObservedHandle):
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self._replicas = Replicas(synchronizer, optimizers, ddp.process_group, check_every)
-        self._scaler = scaler
-        self._loss_scale: float | None = None  # of the residuals, if known
+        self._loss_scale = LossScale(synchronizer, optimizers, scaler)
         self._active_ranks = synchronizer.world_size
         self._called = False  # and the number of steps of each optimizer, by its id, before that:
         self._early_steps = Counter[int]()
@@ -91,9 +91,10 @@ class Handle(ObservedHandle):
         Save one file per rank. It loads with ``torch.load(..., weights_only=True)``.
         """
         self.commit_without_optimizer()
-        state = self.synchronizer.state_dict() | {"loss_scale": self._scale_of_residuals()}
-        if self._ddp() is not None:
-            state["orders"] = self._orders()
+        state = self.synchronizer.state_dict() | {"loss_scale": self._loss_scale.to_save()}
+        ddp = self._ddp()
+        if ddp is not None:
+            state["orders"] = memory_orders(ddp.parameters(), self._names)
         states = self._optimizers.states
         if not states:
             return state
@@ -137,12 +138,13 @@ class Handle(ObservedHandle):
         ddp = self._ddp()
         known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
         later = {self._names[id(each)]: TensorSpec.of(each) for each in known if each.dtype in ELEMENT_TYPES}
-        for saved in [state] if isinstance(state, Mapping) else state:
-            self._check_orders(saved)
+        if ddp is not None:
+            for saved in [state] if isinstance(state, Mapping) else state:
+                check_memory_orders(saved, memory_orders(known, self._names))
         self.synchronizer.load_state_dict(state, later)
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
-        self._loss_scale = state.get("loss_scale")
+        self._loss_scale.of_residuals = state.get("loss_scale")
         for each in self._optimizers.states:
             each.clipped = bool(state.get("clipped", False))
             each.common = bool(state.get("common", True))
@@ -150,36 +152,6 @@ class Handle(ObservedHandle):
             each.rates = dict(rates)
         if self.autopilot is not None:
             self.autopilot.restart()
-
-    def _scale_of_residuals(self) -> float | None:
-        """Loss scale of the residuals. None if it is not known."""
-        if self._scaler is None and self._optimizers.have_scaler:  # `attach` was not given it
-            return None
-        return 1.0 if self._loss_scale is None and self._optimizers else self._loss_scale
-
-    def _orders(self) -> dict[str, list[int]]:
-        """Dimensions of each parameter in the order of its residual, where it is not that of the dimensions."""
-        ddp = self._ddp()
-        parameters = [] if ddp is None else ddp.parameters()
-        orders = {}
-        for each in parameters:
-            order = [dim for dim in torch_private.bucket_order(each) if each.shape[dim] > 1]
-            if order != sorted(order):
-                orders[self._names[id(each)]] = order
-        return orders
-
-    def _check_orders(self, state: Mapping[str, Any]) -> None:
-        """Refuse residuals of parameters that are now in another memory format."""
-        saved, now = state.get("orders"), self._orders()
-        if saved is None:  # by an older gradwire
-            return
-        for name in sorted(saved.keys() | now.keys()):
-            if saved.get(name) != now.get(name) and any(name in state["residuals"].get(role, ()) for role in ROLES):
-                raise OptionError(
-                    f"The residual of {name!r} was saved when the parameter had another memory format "
-                    "(torch.channels_last?). Convert the model as it was converted then before DDP wraps it, or train "
-                    "on without this state."
-                )
 
     def synchronize_replicas(self, source: int | None = None) -> SynchronizedReplicas:
         """Copy parameters, buffers and optimizer state of one rank to all ranks. Call it on every rank, between steps.
@@ -376,7 +348,7 @@ class Handle(ObservedHandle):
             self.autopilot.boundary()
         self.commit_without_optimizer()
         self.synchronizer.begin_step(self._optimizers.owned)
-        self._follow_loss_scale()
+        self._loss_scale.begin_backward()
         one, any_step = self.synchronizer, self._optimizers.any_step
         self._momentum.before_backward(one.plan, one.residuals, any_step=any_step)
         self._optimizers.begin_backward(joined)
@@ -384,25 +356,6 @@ class Handle(ObservedHandle):
             self.synchronizer.residuals.mark()
         self._active_ranks = self._count_active_ranks(ddp, joined)
         self._replicas.check_if_due(None if joined else ddp)
-
-    def _follow_loss_scale(self) -> None:
-        """Rescale residuals to the loss scale of this backward pass.
-
-        A GradScaler lowers its scale when it skips a step. The gradients of its optimizer were then thrown away, also
-        if those that are not finite are of parameters which gradwire does not average.
-        """
-        before = self._loss_scale
-        if self._scaler is None and before is None:
-            return
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        if before is not None and scale < before:
-            for names in self._optimizers.waiting:
-                self.synchronizer.rollback(names)
-        if before is not None and scale != before:
-            self.synchronizer.rescale(scale / before)
-        self._loss_scale = self.synchronizer.residuals.loss_scale = scale
-        for each in self._optimizers.states:
-            each.loss_scale = scale
 
     def _count_active_ranks(self, ddp: DistributedDataParallel, joined: bool) -> int:
         """The divisor of the sum: all ranks, unless `join` was told to divide by the active ones."""
