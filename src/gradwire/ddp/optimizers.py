@@ -82,6 +82,7 @@ class Optimizers:
 
     Attributes:
         have_scaler: Whether a GradScaler steps them, as far as is known.
+        any_step: Whether any of them has stepped since the last synchronized backward pass.
 
     Args:
         given: The argument of `attach`: an optimizer, several, wrapped ones, or None.
@@ -102,7 +103,7 @@ class Optimizers:
         self._before: weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]] | None = None
         self._after: weakref.WeakMethod[Callable[[frozenset[str] | None], None]] | None = None
         self._hooks: list[RemovableHandle] = []
-        self._warns = self.have_scaler = False
+        self._warns = self.have_scaler = self.any_step = False
         lacking = [name for name, _ in parameters if name not in self._owner_of]
         if optimizers and lacking:
             raise _not_owned(lacking, len(parameters))
@@ -122,11 +123,6 @@ class Optimizers:
     def waiting(self) -> Sequence[frozenset[str]]:
         """Names of the parameters of each optimizer that has not stepped since a synchronized backward pass."""
         return [owner.names for owner in self._owners if owner.backwards]
-
-    @property
-    def any_step(self) -> bool:
-        """Whether any optimizer has stepped since the last synchronized backward pass."""
-        return len(self.waiting) < len(self._owners)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -160,6 +156,7 @@ class Optimizers:
 
     def begin_backward(self, joined: bool) -> None:
         """Count a synchronized backward pass. A rank that has `joined` runs none itself and takes no steps."""
+        self.any_step = self.any_step and joined
         for owner in self._owners:
             owner.averaged.begin_backward()
             if owner.state is not None:
@@ -202,7 +199,7 @@ class Optimizers:
         return args[:1], kwargs | {"closure": checked}
 
     def _after_step(self, owner: Owner, *_: Any) -> None:
-        owner.backwards, owner.steps_now = 0, False
+        owner.backwards, owner.steps_now, self.any_step = 0, False, True
         after = self._after() if self._after is not None else None
         if after is not None:
             after(owner.names if self.owned else None)
