@@ -80,10 +80,10 @@ def campaign(seconds: float, first: int, kinds: list[str], log: Path | None, con
     totals = {kind: Totals() for kind in kinds}
     end, seed = time.monotonic() + seconds, first
     lengths = [(kind, seconds / 3 / len(kinds)) for kind in kinds if seconds / 3 / len(kinds) > LONG_SECONDS]
-    rates = dict.fromkeys(kinds, 10.0)  # steps a second
     while time.monotonic() < end:
-        kind, length = lengths[0] if lengths else (kinds[seed % len(kinds)], 0.0)
-        scale = max(1.0, length * rates[kind] / 225)  # a job has 225 steps on average
+        kind, length = lengths.pop(0) if lengths else (kinds[seed % len(kinds)], 0.0)
+        rate = totals[kind].steps / totals[kind].seconds if totals[kind].seconds else 10.0
+        scale = max(1.0, length * rate / 225)  # a job has 225 steps on average
         began, error = time.monotonic(), ""
         found = Outcome()
         try:
@@ -100,10 +100,6 @@ def campaign(seconds: float, first: int, kinds: list[str], log: Path | None, con
             for each in found.vitals
             if each.duration >= LONG_SECONDS
         ]
-        if length and (error or took >= LONG_SECONDS):
-            lengths.pop(0)
-        elif length:  # the machine is faster: again, with more steps
-            rates[kind] = max(2 * rates[kind], found.steps / took)
         row = {"job": f"{kind}:{seed}", "seconds": round(took, 1), "steps": found.steps, "scale": round(scale, 2)}
         if log is not None:
             with log.open("a") as file:
