@@ -28,9 +28,9 @@ CONFIG = make_config(workers=1)
 VALUES = {parameter.name: torch.zeros(parameter.shape) for parameter in CONFIG.tensors}
 
 
-def train(address: tuple[str, int]) -> None:
+def train(address: tuple[str, int], options: ConnectionOptions = OPTIONS) -> None:
     """Train until the connection fails."""
-    connection = ServerConnection(address, TrainingJoin(CONFIG, ({"lr": 0.5},), 1), 0, "gradwire", OPTIONS, VALUES)
+    connection = ServerConnection(address, TrainingJoin(CONFIG, ({"lr": 0.5},), 1), 0, "gradwire", options, VALUES)
     connection.start()
     try:
         connection.wait_for_values()
@@ -78,3 +78,16 @@ def test_a_server_that_dies_at_each_join_is_given_up_after_bounded_tries(use, we
             use(server.address)
         assert time.monotonic() - begun < MOST_SECONDS
         assert 1 < server.num_calls <= MAX_LOSSES
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.ci
+def test_lost_connections_are_not_given_up_before_the_timeout():
+    """A server that saves its state for long may lose a worker's connections to an older process of that worker."""
+    timeout = 7.0  # the pauses between MAX_LOSSES calls take 4 s
+    with failing_server("dies", (FrameKind.WELCOME, WELCOMES[train])) as server:
+        begun = time.monotonic()
+        with pytest.raises(SyncError, match=r"gave rank 0 no result on \d+ connections, one after another"):
+            train(server.address, ConnectionOptions(timeout=timedelta(seconds=timeout)))
+        assert timeout <= time.monotonic() - begun < MOST_SECONDS
+        assert server.num_calls > MAX_LOSSES

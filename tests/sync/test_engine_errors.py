@@ -367,6 +367,3 @@ def test_a_listener_that_hangs_does_not_hold_the_engine(how: str, monkeypatch: p
         release.set()
         thread.join()
         assert "No operation of this rank has ended for" in str(error)
-
-
-# -- peers that leave or stall -------------------------------------------------------------------------------------
