@@ -44,6 +44,6 @@ def test_the_verdict_counts_cells_below_the_bound() -> None:
     assert row.auto <= row.fp32
     assert row.gain >= auto_simulated.BOUND
     slow = replace(row, gain=0.9, plan_gain=0.8)
-    assert "auto: 1 of 2 cells below 0.98 of the better dense step, the least 0.900" in auto_simulated.verdict(
+    assert "auto: 1 of 2 cells below 0.99 of the better dense step, the least 0.900" in auto_simulated.verdict(
         [row, slow]
     )

@@ -186,7 +186,7 @@ def small_ones(dtype=torch.float32):
 
 def test_batches_are_cast_where_that_makes_the_step_shorter():
     for tensors in (small_ones(), [*small_ones(), *gradients((100, 0.0))]):
-        table = plan(tensors, casting(rate=1e8), CAST)
+        table = plan(tensors, casting(rate=1e8), CAST, native=("fp32",))
         small = [row for row in table.rows if row.batched]
         assert len(small) == 60
         assert {row.spec for row in small} == {"bf16"}
@@ -214,7 +214,8 @@ def test_batches_stay_as_they_are_where_casting_gains_nothing():
 
 
 def test_batches_of_16_bits_stay_as_they_are_while_others_are_cast():
-    table = plan([*small_ones(), PlannedTensor("half", (4000,), torch.float16)], casting(rate=1e8), CAST)
+    tensors = [*small_ones(), PlannedTensor("half", (4000,), torch.float16)]
+    table = plan(tensors, casting(rate=1e8), CAST, native=("fp32",))
     assert {row.spec for row in table.rows if row.name != "half"} == {"bf16"}
     assert next(row.spec for row in table.rows if row.name == "half") == "none"
 
@@ -236,6 +237,8 @@ def test_a_plan_must_also_beat_ddps_fp16_hook_where_it_is_allowed():
     assert half.native and half.native_kind == "fp16"
     assert half.step == half.native_step == pytest.approx(native_seconds(2_000_000, job))
     assert half.verdict().endswith("by DDP's fp16 hook.")
+    assert plan(tensors, casting(rate=1e9, latency=0), [DENSE, CAST[0]]).native_kind == "fp16"
+    assert plan(tensors, casting(rate=1e9, latency=0), [DENSE, CAST[1]]).native_kind == "fp32"
     shorts = [PlannedTensor("w", (1000, 1000), torch.bfloat16)]  # of two bytes already
     assert plan(shorts, job, [DENSE], native=("fp16",)).native_step == pytest.approx(half.step)
     # Without any, gradwire's own dense step is what a plan must beat.
@@ -334,7 +337,8 @@ def test_gcomp_is_considered_where_it_was_measured():
     gcomp = replace(made["lossless"], payload_bytes=LinearCost(8, 1.5))
     for more, expected in (({}, "fp16"), ({"gcomp": gcomp}, "gcomp")):
         known = costs(rate=1e6, codecs=measured | {"lossless": made["lossless"]} | more)
-        assert plan(gradients((1000, 0.0)), known, fidelity="near-lossless").rows[0].spec == expected
+        found = plan(gradients((1000, 0.0)), known, fidelity="near-lossless", native=("fp32",))
+        assert found.rows[0].spec == expected
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,10 @@ def plan(
     _bits(rate), seconds(latency)  # mistakes are refused before anything is measured
     step = _timeline(model, None if compute is None else seconds(compute))
     known = _network(costs_of(costs, [method.spec for method in allowed]), ranks, rate, latency, ranks_per_node)
-    native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
     bucket_bytes = int(bucket * (1 << 20))
     table = planner.plan(
         planner.in_buckets(step.gradients, bucket_bytes), known, fidelity=fidelity, momentum=momentum,
-        backward=step.backward, rest=step.rest, bucket_bytes=bucket_bytes, native=native,
+        backward=step.backward, rest=step.rest, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     if save is not None:
         table.pin().save(save)

@@ -39,7 +39,7 @@ def plan(
     rest: float = 0.0,
     min_gain: float = MIN_GAIN,
     bucket_bytes: float | None = 25 << 20,
-    native: Sequence[str] = ("fp32",),
+    native: Sequence[str] | None = None,
     feedback: str = "",
     given: Sequence[tuple[PlannedTensor, Route]] = (),
 ) -> PlanTable:
@@ -60,7 +60,8 @@ def plan(
         min_gain: Share of the dense step that compression must save.
         bucket_bytes: Bytes of a bucket of the framework's own all-reduce. None: gradients that are ready at the same
             time are one.
-        native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook).
+        native: Kinds of the framework's own all-reduce to compare with: ``"fp32"``, ``"fp16"`` (DDP's fp16 hook). None
+            is ``"fp32"``, and ``"fp16"`` if that is among the methods.
         feedback: Momentum correction of all tensors; see `gradwire.planner.table.PlanTable.feedback`.
         given: Further tensors with their routes. They are not planned, but share codec and link with those that are.
 
@@ -76,6 +77,8 @@ def plan(
         raise OptionError(f"min_gain is a share from 0 up to 1, not {min_gain}. Pass for example 0.02.")
     allowed = _allowed(fidelity or "balanced", costs, momentum) if methods is None else list(methods)
     cast = levels.batch_cast(allowed)
+    if native is None:
+        native = ("fp32", "fp16") if any(method.spec == "fp16" for method in allowed) else ("fp32",)
     if feedback:
         allowed, cast = [method.with_momentum_correction() for method in allowed], None
     jobs = [ScheduledTensor(tensor.ready, route) for tensor, route in given]
