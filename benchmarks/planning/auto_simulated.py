@@ -124,8 +124,12 @@ def native_step(model: SimulatedModel, cluster: Cluster, dtype: torch.dtype) -> 
 
 def predictions(
     model: SimulatedModel, costs: Costs, allowed: Sequence[RankedCompressor], ranks: int, rate: float
-) -> tuple[PlanTable, dict[Candidate, float]]:
-    """The planner's proposal for a job on these links, and the predicted steps of DDP's own methods."""
+) -> tuple[list[PlanTable], dict[Candidate, float]]:
+    """The planner's plans for a job on these links, and the predicted steps of DDP's own methods.
+
+    The first plan is what `auto` tries, which gains over DDP fp32. The second one is pinned by `gradwire plan`, and
+    gains over the fp16 hook, too.
+    """
     known = replace(for_ranks(costs, ranks), links=(LinkCosts(LATENCY_SECONDS, 8 / rate),), native=None)
     tensors = [
         planner.PlannedTensor(each.name, each.shape, ready=bucket[-1].ready_seconds)
@@ -135,8 +139,11 @@ def predictions(
     backward, rest = model.compute.backward_seconds, model.compute.forward_seconds
     natives = planner.natives(planner.buckets_of(tensors, BUCKET_BYTES), known, ("fp32", "fp16"))
     fp32, fp16 = (rest + max(backward, natives[kind].finish) for kind in ("fp32", "fp16"))
-    table = planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES)
-    return table, {NATIVE: fp32, NATIVE_FP16: fp16}
+    tables = [
+        planner.plan(tensors, known, allowed, backward=backward, rest=rest, bucket_bytes=BUCKET_BYTES, native=kinds)
+        for kinds in (("fp32",), ("fp32", "fp16"))
+    ]
+    return tables, {NATIVE: fp32, NATIVE_FP16: fp16}
 
 
 def decide(predicted: dict[Candidate, float], simulated: dict[Candidate, float]) -> Candidate:
@@ -156,17 +163,17 @@ def cell(machine: str, costs: Costs, allowed: Sequence[RankedCompressor], name: 
         NATIVE: native_step(model, cluster, torch.float32),
         NATIVE_FP16: native_step(model, cluster, torch.float16),
     }
-    table, predicted = predictions(model, costs, allowed, ranks, rate)
-    planned = NATIVE
-    if not table.native:
-        planned = Candidate.of(table)
-        predicted[planned] = table.step
-        simulated[planned] = step(model, table.plan(), cluster, costs).seconds
+    (tried, pinned), predicted = predictions(model, costs, allowed, ranks, rate)
+    if not tried.native:
+        candidate = Candidate.of(tried)
+        predicted[candidate] = tried.step
+        simulated[candidate] = step(model, tried.plan(), cluster, costs).seconds
     chosen = decide(predicted, simulated)
+    planned = simulated[{"fp32": NATIVE, "fp16": NATIVE_FP16}[pinned.native_kind] if pinned.native else candidate]
     dense = min(simulated[NATIVE], simulated[NATIVE_FP16])
     return Cell(
-        *(machine, name, ranks, rate, simulated[NATIVE], simulated[NATIVE_FP16], simulated[planned], simulated[chosen]),
-        *(chosen.name, dense / simulated[planned], dense / simulated[chosen]),
+        *(machine, name, ranks, rate, simulated[NATIVE], simulated[NATIVE_FP16], planned, simulated[chosen]),
+        *(chosen.name, dense / planned, dense / simulated[chosen]),
     )
 
 
