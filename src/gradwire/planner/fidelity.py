@@ -94,10 +94,10 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
     "aggressive": (
         RankedCompressor("onebit", FEW_ENCODES),
         RankedCompressor("topk", LISTED),
-        RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
+        RankedCompressor("powersgd", EVERYWHERE),  # factors only add up, on a ring as well
         RankedCompressor("dgc", LISTED),
         RankedCompressor("dragonn", LISTED),
-        RankedCompressor("powersgd", EVERYWHERE),  # factors only add up, on a ring as well
+        RankedCompressor("threelc:sparsity=1.75", FEW_ENCODES),
     ),
 }
 
