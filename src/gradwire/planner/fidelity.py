@@ -1,9 +1,9 @@
 """Levels of fidelity: how much `auto` may change gradients, and the methods that each level adds to the one before.
 
 Figures are validation losses relative to DDP fp32 of the same seeds, after 3,000 steps of a ResNet with momentum 0.9
-(`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. threelc
-without momentum has one seed of another model, 0.1 % below, and int8shared is not trained. Stronger ratios and
-sparsities than those of `aggressive` are for users who have tried them on their model.
+(`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. A model
+of characters is trained without momentum, also with three seeds: there they end within 0.1 %. int8shared is not
+trained. Stronger ratios and sparsities than those of `aggressive` are for users who have tried them on their model.
 
 Momentum in an optimizer sees what a residual has gathered as one late gradient. A method may belong to its level only
 with momentum correction (`gradwire.residuals.momentum`), or where the optimizer has no momentum. Otherwise it counts to
@@ -86,11 +86,11 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("thc", EVERYWHERE),  # likewise
         RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
-    # More of a gradient stays in the residual, and for more steps. With momentum correction: onebit (+1.5 %; +5.1 %
-    # without), topk at 1 % (+1.8 %), dgc at 0.1 % with the published warm-up (+2.4 %), dragonn at 63 % of that, with
-    # less work where selecting elements needs prefix sums (+2.0 %). Without: powersgd with rank 4 (+2.9 %).
-    # threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
-    # (benchmarks/results/threelc-epochs.csv).
+    # More of a gradient stays in the residual, and for more steps. In brackets the ResNet with momentum correction, and
+    # the model of characters: onebit (+1.5 %, +0.5 %; +5.1 % without correction), topk at 1 % (+1.8 %, +0.4 %), powersgd
+    # with rank 4 (+2.9 % without correction, +0.9 %), dgc at 0.1 % with the published warm-up (+2.4 %, +5.4 %), dragonn
+    # at 63 % of that, with less work where selecting elements needs prefix sums (+2.0 %, +5.9 %). threelc with s = 1.75
+    # was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
         RankedCompressor("onebit", FEW_ENCODES),
         RankedCompressor("topk", LISTED),
