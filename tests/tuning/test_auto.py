@@ -43,7 +43,8 @@ TIMING = Timing(1.0, 0.1, 0.8, 0.8, 0.4, 0.0, 0.0, (BucketTiming(("w",), 4_000_0
 
 
 def table(spec: str) -> PlanTable:
-    return plan([PlannedTensor("w", (1000, 1000))], COSTS, [fidelity.RankedCompressor(spec, ("ring",))], rest=0.1)
+    method = fidelity.RankedCompressor(spec, ("ring",))
+    return plan([PlannedTensor("w", (1000, 1000))], COSTS, [method], rest=0.1, native=("fp32",))
 
 
 def test_dense_candidates_have_the_highest_fidelity_and_ddps_own_wins_among_them() -> None:
