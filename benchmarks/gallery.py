@@ -138,9 +138,10 @@ def losses(axes: Any, theme: Palette) -> None:
         steps, values = zip(*((step, loss) for step, loss, *_ in curve), strict=True)
         style = ":" if method == "ddp-fp16" else "-"
         axes[0].plot(steps, values, style, color=colors[method], label=name, linewidth=1.3)
-        seconds = found.step_seconds.get(("100mbit", method))
-        if seconds is not None:  # timed, too
-            axes[1].plot([step * seconds / 60 for step in steps], values, style, color=colors[method], linewidth=1.3)
+        seconds = [found.seconds_to(method, "100mbit", step) for step in steps]
+        minutes = [each / 60 for each in seconds if each is not None]
+        if minutes:  # timed, too
+            axes[1].plot(minutes, values, style, color=colors[method], linewidth=1.3)
     axes[0].set_title("validation loss by step", loc="left")
     axes[1].set_title("by minutes at 100 Mb/s", loc="left")
     axes[0].legend(fontsize=9)

@@ -80,7 +80,7 @@ def bars(path: Path = RESULTS / "time-to-accuracy.csv") -> Iterator[Bar]:
     """The methods of the record whose steps were timed and that were trained."""
     found = Findings.of(read_figures(path), WORKLOAD)
     for method, name in METHODS.items():
-        slow, fast = (found.step_seconds.get((rate, method)) for rate in (SLOW, FAST))
+        slow, fast = (found.seconds_to(method, rate, found.steps) for rate in (SLOW, FAST))
         curves = found.curves_at(method, SLOW)
         if slow is None or fast is None or not curves:
             continue
@@ -95,8 +95,8 @@ def bars(path: Path = RESULTS / "time-to-accuracy.csv") -> Iterator[Bar]:
             statistics.fmean(reached) / 60 if len(reached) == len(seconds) else None,
             above,
             len(curves),
-            1e3 * slow,
-            1e3 * fast,
+            1e3 * slow / found.steps,
+            1e3 * fast / found.steps,
         )
 
 

@@ -4,7 +4,8 @@ Losses are those of the validation set, each the mean of the last three validati
 at the end: the mean over its seeds, plus two standard deviations between them, above which about one in nine of
 further trainings with DDP fp32 would end, if there are three seeds (Student's t). A training has reached it at the
 first validation from which the loss stays at or below the goal. Seconds are the steps until then, each with the step
-time of its method, so they have no other part of the training such as validations.
+time of its method, so they have no other part of the training such as validations. Steps are timed in a replay
+of the beginning. If the whole training sent more, they count with the time that the link takes for those bytes.
 
 Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
 training of DDP with the same seed. Where a seed does not reach the goal there is no mean.
@@ -24,6 +25,7 @@ from benchmarks.intervals import interval
 from benchmarks.plotting import COLORS, DENSE, figure, legend_below, plain_numbers
 from gradwire.bench.methods import DDP_FP16, DDP_FP32, is_native, is_plan, label
 from gradwire.bench.table import rate_text
+from gradwire.lab.units import parse_rate
 from gradwire.simulate.plots import FAINT
 
 SMOOTHED = 3  # validations
@@ -65,6 +67,8 @@ class Findings:
         curves: Curve by method and seed.
         accuracies: Accuracy at the end, by method and seed.
         step_seconds: Step time by rate and method.
+        replayed_bytes: Bytes of a timed step, by rate and method.
+        sent_bytes: Bytes of a step of the trainings, by method, the mean over seeds.
         plans: What each method of ``auto`` settled on, by rate: the name of its training.
     """
 
@@ -73,6 +77,8 @@ class Findings:
     curves: dict[str, dict[int, Curve]]
     accuracies: dict[str, dict[int, float]]
     step_seconds: dict[tuple[str, str], float]
+    replayed_bytes: dict[tuple[str, str], float]
+    sent_bytes: dict[str, float]
     plans: dict[str, dict[str, str]]
 
     @classmethod
@@ -89,11 +95,17 @@ class Findings:
                 accuracies.setdefault(row["method"], {})[row["seed"]] = row["accuracy"]
         curves = {method: {seed: smoothed(curve) for seed, curve in each.items()} for method, each in points.items()}
         step_seconds = {(row["rate"], row["method"]): row["value"] for row in mine if row["metric"] == "step"}
+        replayed_bytes = {(row["rate"], row["method"]): row["value"] for row in mine if row["metric"] == "bytes"}
+        sent: dict[str, list[float]] = {}
+        for row in mine:
+            if row["metric"] == "training_bytes" and row["steps"] == steps:
+                sent.setdefault(row["method"], []).append(row["value"])
+        sent_bytes = {method: statistics.fmean(each) for method, each in sent.items()}
         autos = dict.fromkeys(row["method"] for row in mine if row["metric"] == "settled")
         plans = {
             auto: {rate: trained_as(plan) for rate, plan in settled(mine, workload, auto).items()} for auto in autos
         }
-        return cls(workload, steps, curves, accuracies, step_seconds, plans)
+        return cls(workload, steps, curves, accuracies, step_seconds, replayed_bytes, sent_bytes, plans)
 
     @property
     def rates(self) -> list[str]:
@@ -121,7 +133,7 @@ class Findings:
 
     def seconds_to(self, method: str, rate: str, step: int) -> float | None:
         """Seconds of the first `step` steps at a rate; None if they were not timed."""
-        total, left = 0.0, step
+        total, left = step * self._seconds_of_further_bytes(method, rate), step
         for count, timed in phases(method, self.steps):
             seconds = self.step_seconds.get((rate, timed))
             if seconds is None:
@@ -129,6 +141,15 @@ class Findings:
             total += min(count, left) * seconds
             left -= min(count, left)
         return total
+
+    def _seconds_of_further_bytes(self, method: str, rate: str) -> float:
+        """Time that the link takes for what a step of the trainings sent beyond a timed one."""
+        sent, bits = self.sent_bytes.get(self.trained(method, rate)), parse_rate(rate)
+        timed = [(count, self.replayed_bytes.get((rate, each))) for count, each in phases(method, self.steps)]
+        if sent is None or bits is None or any(replayed is None for _, replayed in timed):
+            return 0.0
+        replayed = sum(count * (each or 0.0) for count, each in timed) / self.steps
+        return 8 * max(0.0, sent - replayed) / bits
 
     def seconds_to_goal(self, method: str, rate: str) -> dict[int, float | None]:
         """For each seed the seconds to the goal; None if it was not reached, or steps were not timed."""

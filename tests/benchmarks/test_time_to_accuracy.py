@@ -95,6 +95,18 @@ def test_steps_of_a_warm_up_count_with_the_time_of_their_ratio():
     assert found.seconds_to("dgc:warmup=8", "1gbit", 20) is None
 
 
+def test_what_a_training_sends_beyond_its_replay_counts_with_the_time_of_the_link():
+    def sending(metric, method, nbytes, **fields):
+        return [{"workload": "text", "method": method, "metric": metric, "value": nbytes, "steps": 20, **fields}]
+
+    rows = trained("ddp-fp32", 0, [1.0, 1.0]) + timed("threelc", 1.0) + timed("threelc", 0.5, "1gbit")
+    rows += sending("bytes", "threelc", 2e6, rate="100mbit") + sending("bytes", "threelc", 4e6, rate="1gbit")
+    rows += sending("training_bytes", "threelc", 2e6) + sending("training_bytes", "threelc", 4e6, seed=1)
+    found = summary.Findings.of(rows, "text")
+    assert found.seconds_to("threelc", "100mbit", 10) == pytest.approx(10 * (1.0 + 0.08))  # a further MB at 100 Mb/s
+    assert found.seconds_to("threelc", "1gbit", 10) == 5.0, "fewer bytes make no step shorter"
+
+
 @pytest.mark.parametrize("has_momentum", [True, False])
 def test_every_method_can_be_trained_and_timed(has_momentum):
     found = [compared.method_of(label, 100, has_momentum) for label in compared.METHODS]
