@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from benchmarks.planning import auto_simulated, described
 from benchmarks.planning.auto_simulated import NATIVE, NATIVE_FP16
 
@@ -47,3 +48,18 @@ def test_the_verdict_counts_cells_below_the_bound() -> None:
     assert "auto: 1 of 2 cells below 0.99 of the better dense step, the least 0.900" in auto_simulated.verdict(
         [row, slow]
     )
+
+
+@pytest.mark.parametrize(("name", "tensors", "numel"), [("text", 19, 6_317_857), ("vision", 25, 1_226_826)])
+def test_a_workload_has_all_its_gradients_in_the_order_of_a_backward_pass(name, tensors, numel) -> None:
+    model = auto_simulated.model_of(name)
+    ready = [each.ready_seconds for each in model.gradients]
+    assert len({each.name for each in model.gradients}) == len(ready) == tensors
+    assert sum(each.spec.numel for each in model.gradients) == numel
+    assert ready[0] > 0 and ready == sorted(ready) and ready[-1] <= model.compute.backward_seconds
+    assert model.compute.forward_seconds > 0
+
+
+def test_a_published_model_is_that_of_the_simulator() -> None:
+    model = auto_simulated.model_of("vgg19")
+    assert sum(each.spec.numel for each in model.gradients) == pytest.approx(143.7e6, rel=0.01)
