@@ -93,7 +93,7 @@ def test_all_are_compressed_until_small_ones_are_batched():
     assert [stage for stage, entry in entries.items() if entry.batched] == ["bulk", "planned"]
 
 
-def test_bulk_leaves_tensors_below_16384_elements_dense():
+def test_bulk_leaves_tensors_below_1024_elements_dense():
     plan = stages.how("bulk").plan
-    found = [plan.entry("fc.weight", TensorSpec(shape)).compressor.name for shape in ((127, 129), (128, 128))]
+    found = [plan.entry("fc.weight", TensorSpec(shape)).compressor.name for shape in ((31, 33), (32, 32))]
     assert found == ["none", "onebit"]

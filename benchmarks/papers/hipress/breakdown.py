@@ -7,7 +7,7 @@ small tensors (deep), with onebit and co-located servers:
     torch      every tensor compressed with plain torch operations, one tensor after another
     generated  the same with the code that gradwire generates
     pipelined  all tensors at once: one is encoded while another is sent
-    bulk       the tensors of a bucket at once: vectors and tensors below 16,384 elements in one dense message,
+    bulk       the tensors of a bucket at once: vectors and tensors below 1,024 elements in one dense message,
                other tensors up to 131,072 elements in one message of payloads, which one call encodes
     planned    the planner decides for each tensor whether to compress, strategy and partitions, or uses DDP's ring
 

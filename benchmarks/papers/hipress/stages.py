@@ -41,7 +41,6 @@ from gradwire.wire.payload import Payload
 CODEC = "onebit"
 STAGES = ("torch", "generated", "pipelined", "bulk", "planned")
 _BITS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
-MIN_ELEMENTS = 16_384  # of the stages bulk and planned, as recorded; the default of plans is lower
 EVERY_TENSOR = "?*"  # a rule that is no blanket one holds for vectors and small tensors, too
 
 
@@ -121,7 +120,7 @@ def how(stage: str) -> How:
     """How one of `STAGES` synchronizes."""
     if stage in ("bulk", "planned"):
         chosen = (RankedCompressor(CODEC, FEW_ENCODES),) if stage == "planned" else ()
-        return How(Plan(CODEC, min_elements=MIN_ELEMENTS), chosen=chosen)
+        return How(Plan(CODEC), chosen=chosen)
     every = TorchOnebit() if stage == "torch" else CODEC
     return How(Plan({EVERY_TENSOR: every}), buckets=False, waits=stage != "pipelined")
 
