@@ -79,7 +79,7 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("bf16", EVERYWHERE),
     ),
     # Unbiased with small variance: int8 (-0.9 %). thc holds back only what it clips, 1/32 of the coordinates (-0.5 %).
-    # threelc with s = 1 is biased, with a residual and a contraction that does not depend on the tensor's size: -0.7 %
+    # threelc with s = 1 is biased, with a residual and a contraction that does not depend on the tensor's size: -0.6 %
     # with momentum correction, +2.4 % without.
     "balanced": (
         RankedCompressor("int8", FEW_ENCODES),
