@@ -197,7 +197,8 @@ _HIPRESS = (
         "papers.hipress.convergence", "--data FOLDER",
     ),
     Benchmark(
-        "scaling", "How do its models scale to 16 and 64 nodes, in simulation? (figure 7)", "papers.hipress.scaling"
+        "scaling", "How do its models scale to 16 and 64 nodes, in simulation? (figure 7)", "papers.hipress.scaling",
+        "--nodes 16,64",
     ),
     Benchmark("coordinator", "What would a bulk coordinator gain, in simulation?", "papers.hipress.coordinator"),
     Benchmark(

@@ -5,7 +5,8 @@ at the end: the mean over its seeds, plus two standard deviations between them, 
 further trainings with DDP fp32 would end, if there are three seeds (Student's t). A training has reached it at the
 first validation from which the loss stays at or below the goal. Seconds are the steps until then, each with the step
 time of its method, so they have no other part of the training such as validations. Steps are timed in a replay
-of the beginning. If the whole training sent more, they count with the time that the link takes for those bytes.
+of the beginning. If the whole training sent more, they count with the time that the link takes for those bytes. If its
+bytes are not recorded, they count as replayed.
 
 Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
 training of DDP with the same seed. Where a seed does not reach the goal there is no mean.

@@ -185,6 +185,12 @@ def test_the_plots_name_every_method(rows, tmp_path):
         assert all(f"<!-- {word} -->" in drawn for word in ("int8", "onebit"))
 
 
+def test_text_is_the_model_of_the_library_in_smaller_batches_without_a_folder():
+    task = benchmark.Task.of("text", None)
+    assert (task.num_parameters, task.has_momentum) == (6_317_857, False)
+    assert make_workload(task.made_by).batch(0, 0, 1, 4).inputs.shape == (64, 24)
+
+
 def test_images_need_a_folder():
     with pytest.raises(OptionError, match=r"Pass --data FOLDER"):
         benchmark.Task.of("vision", None)
