@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError, OptionTypeError
 from gradwire.core.spec import ElementRange
-from gradwire.residuals.transaction import ResidualKey
+from gradwire.residuals.slices import ResidualKey
 
 
 def wrapped(**options: object) -> DistributedDataParallel:

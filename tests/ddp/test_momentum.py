@@ -9,7 +9,8 @@ import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import ElementRange
 from gradwire.ddp.momentum import MomentumCheck
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from tests.ddp.test_attach import wrapped
 
 ADVICE = r"MomentumCorrection.of\(optimizer\).*Or create the optimizer without momentum"

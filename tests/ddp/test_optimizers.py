@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError
 from gradwire.core.spec import ElementRange
 from gradwire.ddp.optimizers import MAX_BACKWARDS
-from gradwire.residuals.transaction import ResidualKey
+from gradwire.residuals.slices import ResidualKey
 from tests.core.test_optimizers import Subclass
 
 Optimizer = torch.optim.Optimizer

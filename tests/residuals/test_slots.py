@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gradwire.core.spec import ElementRange
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 
 COUNTS = (5, 3, 8)
 KEYS = [ResidualKey(f"t{index}", ElementRange(0, count)) for index, count in enumerate(COUNTS)]

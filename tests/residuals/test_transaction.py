@@ -36,7 +36,7 @@ def held(residuals: Residuals, name: str) -> np.ndarray:
 def latest(residuals: Residuals, name: str, role: Role) -> np.ndarray:
     """What a role holds of the full parameter, in the open chain. Asking by key would move it."""
     total = np.zeros(SIZES[name])
-    for elements, found in residuals._slices.get((name, role), {}).items():
+    for elements, found in residuals._table.slices.get((name, role), {}).items():
         if found.latest() is not None:
             total[elements.offset : elements.end] = found.latest()
     return total

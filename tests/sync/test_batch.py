@@ -11,7 +11,8 @@ import torch
 from gradwire.compressors.base.registry import make
 from gradwire.core.errors import SyncError
 from gradwire.core.spec import ElementRange
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.batch import BatchCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.fusion_codec import FusionCodec

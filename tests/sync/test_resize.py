@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import ElementRange, TensorSpec
-from gradwire.residuals.slices import ROLES
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ROLES, ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.plan import Plan
 from gradwire.sync.resize import resize_state
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer

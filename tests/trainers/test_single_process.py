@@ -11,7 +11,8 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.core.spec import ElementRange
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.resize import resize_state
 from gradwire.trainers.single_process import SingleProcessHandle, attach_unless_alone
 

@@ -34,8 +34,8 @@ from gradwire.core.context import Context
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.kernels.blocks import index_bytes
 from gradwire.residuals import EncodeInput, policies
-from gradwire.residuals.slices import Role
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey, Role
+from gradwire.residuals.transaction import Residuals
 from gradwire.wire.payload import Payload
 
 NAME = "model"

@@ -2,8 +2,8 @@
 
 from gradwire.residuals.momentum import MomentumCorrection
 from gradwire.residuals.policies import EncodeInput, ErrorFeedback, NoFeedback, Policy, get
-from gradwire.residuals.slices import Role
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey, Role
+from gradwire.residuals.transaction import Residuals
 
 __all__ = [
     "EncodeInput",

@@ -27,7 +27,8 @@ from gradwire.core.context import Context
 from gradwire.core.errors import UnknownNameError
 from gradwire.core.spec import as_array
 from gradwire.kernels import active as kernels
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.wire.payload import Payload
 
 

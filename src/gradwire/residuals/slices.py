@@ -1,4 +1,4 @@
-"""Slices of a parameter's residual: their committed, staged and spare buffers, and cutting and joining them."""
+"""Slices of a parameter's residual: their keys, their committed, staged and spare buffers, and how to cut and join."""
 # Shapes: N = elements of a range
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ from gradwire.core.spec import ElementRange
 Role = Literal["local", "aggregate", "velocity"]
 ROLES: tuple[Role, ...] = ("local", "aggregate")
 STORED: tuple[Role, ...] = (*ROLES, "velocity")
+
+
+@dataclass(frozen=True)
+class ResidualKey:
+    """Identifies a residual: an element range of a parameter, in one of the roles."""
+
+    name: str
+    range: ElementRange
+    role: Role = "local"
 
 
 @dataclass(eq=False)

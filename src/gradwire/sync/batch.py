@@ -24,8 +24,8 @@ from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import groups
 from gradwire.kernels.cpu.elements import as_input
 from gradwire.residuals import MomentumCorrection
-from gradwire.residuals.slices import Role
-from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
+from gradwire.residuals.slices import ResidualKey, Role
+from gradwire.residuals.transaction import Residuals, ResidualSlots
 from gradwire.sync.adding_codecs import make_codec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import PayloadCodec

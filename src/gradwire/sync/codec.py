@@ -32,8 +32,8 @@ from gradwire.core.spec import ElementRange, as_array
 from gradwire.kernels import active as kernels
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
-from gradwire.residuals.slices import Role
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey, Role
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.job import TensorJob
 from gradwire.wire.payload import Payload

@@ -25,7 +25,8 @@ import torch
 
 from gradwire.residuals import policies
 from gradwire.residuals.policies import Policy
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.job import TensorLayout, group_name, job_detail
 from gradwire.sync.operations import Operations

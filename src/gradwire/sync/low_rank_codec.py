@@ -20,7 +20,8 @@ from gradwire.compressors.powersgd import EXACT_TO, PowerSGD, matrix
 from gradwire.core.spec import TensorSpec
 from gradwire.kernels import active as kernels
 from gradwire.kernels.cpu import low_rank_groups as groups
-from gradwire.residuals.transaction import ResidualKey, Residuals, ResidualSlots
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals, ResidualSlots
 from gradwire.sync.adding_codecs import AccumulatorCodec
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.codec import PayloadCodec

@@ -23,9 +23,9 @@ from typing import Any
 
 from gradwire.core.errors import OptionError
 from gradwire.core.spec import ElementRange, TensorSpec, as_array
-from gradwire.residuals.slices import STORED, Role
+from gradwire.residuals.slices import STORED, ResidualKey, Role
 from gradwire.residuals.states import common_states
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.chunk import split
 
 _LOAD = "Pass the state_dict() of every rank at one step, in the order of the ranks."

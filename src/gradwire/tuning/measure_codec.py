@@ -34,7 +34,8 @@ from gradwire.planner.costs import CodecCosts
 from gradwire.planner.curves import Curve
 from gradwire.residuals import policies
 from gradwire.residuals.policies import EncodeInput
-from gradwire.residuals.transaction import ResidualKey, Residuals
+from gradwire.residuals.slices import ResidualKey
+from gradwire.residuals.transaction import Residuals
 from gradwire.sync.batch import codec_of
 from gradwire.sync.engine import Engine
 from gradwire.sync.job import TensorJob, TensorLayout
