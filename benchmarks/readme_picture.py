@@ -62,6 +62,7 @@ class Bar:
         ours: Whether it is a method of gradwire.
         minutes: Minutes at the slow rate until the goal, the mean over seeds; None if a seed does not reach it.
         above: Loss at the end, relative to DDP fp32 with the same seeds, as a fraction.
+        num_there: Number of trainings that reach the goal.
         num_seeds: Number of trainings.
         slow: Milliseconds of a step at the slow rate.
         fast: Milliseconds of a step at the fast rate.
@@ -71,6 +72,7 @@ class Bar:
     ours: bool
     minutes: float | None
     above: float
+    num_there: int
     num_seeds: int
     slow: float
     fast: float
@@ -80,7 +82,7 @@ def bars(path: Path = RESULTS / "time-to-accuracy.csv") -> Iterator[Bar]:
     """The methods of the record whose steps were timed and that were trained."""
     found = Findings.of(read_figures(path), WORKLOAD)
     for method, name in METHODS.items():
-        slow, fast = (found.seconds_to(method, rate, found.steps) for rate in (SLOW, FAST))
+        slow, fast = (found.seconds_of(method, rate, found.steps) for rate in (SLOW, FAST))
         curves = found.curves_at(method, SLOW)
         if slow is None or fast is None or not curves:
             continue
@@ -94,6 +96,7 @@ def bars(path: Path = RESULTS / "time-to-accuracy.csv") -> Iterator[Bar]:
             method not in BASELINES,
             statistics.fmean(reached) / 60 if len(reached) == len(seconds) else None,
             above,
+            len(reached),
             len(curves),
             1e3 * slow / found.steps,
             1e3 * fast / found.steps,
@@ -129,7 +132,8 @@ def _panel(panel: Any, rows: list[Bar], theme: Theme, values: list[float | None]
     longest = max(value for value in values if value is not None)
     panel.barh(range(len(rows)), [value or 0.0 for value in values], color=colors, height=0.66)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        text = form.format(value) if value is not None else f"not reached: {100 * row.above:+.1f} %"
+        note = f"{row.num_there} of {row.num_seeds} seeds: {100 * row.above:+.1f} %"
+        text = form.format(value) if value is not None else note
         color = theme.ink if value is not None else theme.faint
         panel.text((value or 0.0) + 0.02 * longest, place, text, va="center", color=color, fontsize=9)
     panel.set_xlim(0, 1.22 * longest)

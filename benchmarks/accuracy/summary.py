@@ -6,7 +6,9 @@ further trainings with DDP fp32 would end, if there are three seeds (Student's t
 first validation from which the loss stays at or below the goal. Seconds are the steps until then, each with the step
 time of its method, so they have no other part of the training such as validations. Steps are timed in a replay
 of the beginning. If the whole training sent more, they count with the time that the link takes for those bytes. If its
-bytes are not recorded, they count as replayed.
+bytes are not recorded, they count as replayed. Steps of `auto` count as those of what it settled on: DDP's own method,
+if it is one, which was timed with the best of several bucket sizes. The seconds until it had settled are added, though
+it trains in them, too.
 
 Means over seeds have a 95 % interval by Student's t. Differences and speed-ups are taken for each seed, against the
 training of DDP with the same seed. Where a seed does not reach the goal there is no mean.
@@ -42,10 +44,10 @@ def smoothed(losses: Sequence[tuple[int, float]]) -> Curve:
     ]
 
 
-def goal_of(curves: Sequence[Curve]) -> float:
-    """The mean of the last losses, plus two standard deviations."""
+def goal_of(curves: Sequence[Curve], deviations: int = 2) -> float:
+    """The mean of the last losses, plus their standard deviation times `deviations`."""
     last = [curve[-1][1] for curve in curves]
-    return statistics.fmean(last) + (2 * statistics.stdev(last) if len(last) > 1 else 0.0)
+    return statistics.fmean(last) + (deviations * statistics.stdev(last) if len(last) > 1 else 0.0)
 
 
 def reached(curve: Curve, goal: float) -> int | None:
@@ -71,6 +73,7 @@ class Findings:
         replayed_bytes: Bytes of a timed step, by rate and method.
         sent_bytes: Bytes of a step of the trainings, by method, the mean over seeds.
         plans: What each method of ``auto`` settled on, by rate: the name of its training.
+        settling: Seconds until it had, by rate and method.
     """
 
     workload: str
@@ -81,6 +84,7 @@ class Findings:
     replayed_bytes: dict[tuple[str, str], float]
     sent_bytes: dict[str, float]
     plans: dict[str, dict[str, str]]
+    settling: dict[tuple[str, str], float]
 
     @classmethod
     def of(cls, rows: Sequence[Row], workload: str) -> Findings:
@@ -106,7 +110,8 @@ class Findings:
         plans = {
             auto: {rate: trained_as(plan) for rate, plan in settled(mine, workload, auto).items()} for auto in autos
         }
-        return cls(workload, steps, curves, accuracies, step_seconds, replayed_bytes, sent_bytes, plans)
+        settling = {(row["rate"], row["method"]): row["value"] for row in mine if row["metric"] == "settling"}
+        return cls(workload, steps, curves, accuracies, step_seconds, replayed_bytes, sent_bytes, plans, settling)
 
     @property
     def rates(self) -> list[str]:
@@ -124,6 +129,11 @@ class Findings:
         dense = self.curves.get(DDP_FP32)
         return goal_of(list(dense.values())) if dense else None
 
+    @property
+    def dense_loss(self) -> float:
+        """Loss of DDP fp32 at the end, the mean over its seeds."""
+        return goal_of(list(self.curves[DDP_FP32].values()), deviations=0)
+
     def trained(self, method: str, rate: str) -> str:
         """The training of a method at a rate."""
         return self.plans[method].get(rate, "") if method in self.plans else method
@@ -133,8 +143,15 @@ class Findings:
         return self.curves.get(self.trained(method, rate), {})
 
     def seconds_to(self, method: str, rate: str, step: int) -> float | None:
-        """Seconds of the first `step` steps at a rate; None if they were not timed."""
-        total, left = step * self._seconds_of_further_bytes(method, rate), step
+        """Seconds until the end of a step at a rate, from the start of the training on; None if it was not timed."""
+        seconds = self.seconds_of(method, rate, step)
+        return None if seconds is None else seconds + self.settling.get((rate, method), 0.0)
+
+    def seconds_of(self, method: str, rate: str, steps: int) -> float | None:
+        """Seconds of the first steps at a rate, once ``auto`` has settled; None if they were not timed."""
+        if is_native(self.trained(method, rate)):
+            method = self.trained(method, rate)
+        total, left = steps * self._seconds_of_further_bytes(method, rate), steps
         for count, timed in phases(method, self.steps):
             seconds = self.step_seconds.get((rate, timed))
             if seconds is None:
@@ -187,7 +204,8 @@ def _tables(found: Findings) -> Iterator[str]:
     for rate in found.rates:
         lines = [
             f"{found.workload} at {rate_text(rate)}. The goal is a loss of {found.goal:.4f}: that of "
-            f"{label(DDP_FP32)} after {found.steps:,} steps, plus two standard deviations of its {seeds} seeds.",
+            f"{label(DDP_FP32)} after {found.steps:,} steps, plus two standard deviations of its {seeds} seeds. "
+            f"That is {100 * (found.goal / found.dense_loss - 1):.1f} % above it.{_stricter(found, rate)}",
             "",
             "| | loss at the end | above DDP fp32, % | accuracy, % | steps to the goal | ms per step "
             "| minutes to the goal | × DDP fp32 | × fp16 hook |",
@@ -199,6 +217,18 @@ def _tables(found: Findings) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def _stricter(found: Findings, rate: str) -> str:
+    """Which methods would reach a goal of one standard deviation less."""
+    dense = list(found.curves[DDP_FP32].values())
+    goal = goal_of(dense, deviations=1)
+    there = [
+        _name(found, method, rate) for method in found.methods
+        if method != DDP_FP32 and (curves := found.curves_at(method, rate))
+        and all(reached(curve, goal) is not None for curve in curves.values())
+    ]  # fmt: skip
+    return f" With one, all seeds reach it of: {', '.join(there) or 'none'}." if len(dense) > 1 else ""
+
+
 def _cells(found: Findings, method: str, rate: str) -> Iterator[str]:
     assert found.goal is not None, "there is a goal"
     curves, dense = found.curves_at(method, rate), found.curves[DDP_FP32]
@@ -206,7 +236,7 @@ def _cells(found: Findings, method: str, rate: str) -> Iterator[str]:
     above = [100 * (curve[-1][1] / dense[seed][-1][1] - 1) for seed, curve in curves.items() if seed in dense]
     steps = [reached(curve, found.goal) for curve in curves.values()]
     there = [step for step in steps if step is not None]
-    step_seconds = found.seconds_to(method, rate, found.steps)
+    step_seconds = found.seconds_of(method, rate, found.steps)
     seconds = [each for each in found.seconds_to_goal(method, rate).values() if each is not None]
     yield plus_minus([curve[-1][1] for curve in curves.values()], "{:.4f}")
     yield "" if method == DDP_FP32 else plus_minus(above, "{:+.2f}")
@@ -270,14 +300,15 @@ def _plot_losses(found: Findings, path: Path) -> None:
     with figure(path, columns=len(found.rates), size=(5.5 * len(found.rates), 5), sharey=True) as axes:
         for axis, rate in zip(axes[0], found.rates):
             for method in found.methods:
-                curve = mean_curve(list(found.curves_at(method, rate).values()))
+                curves = list(found.curves_at(method, rate).values())
+                curve = mean_curve(curves)
                 times = [found.seconds_to(method, rate, step) for step, _ in curve]
                 minutes = [seconds / 60 for seconds in times if seconds is not None]
                 if minutes and len(minutes) == len(curve):
                     style = _style(found, method)
                     axis.plot(minutes, [loss for _, loss in curve], label=_short(method), linewidth=1.4, **style)
                     step = reached(curve, found.goal)
-                    if step is not None:
+                    if step is not None and all(reached(each, found.goal) is not None for each in curves):
                         at = [each for each, _ in curve].index(step)
                         axis.plot(minutes[at], curve[at][1], "o", color=style["color"], markersize=5)
             axis.axhline(found.goal, color="#c2324f", linewidth=0.8)

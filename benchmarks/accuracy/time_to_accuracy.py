@@ -66,7 +66,7 @@ WORKLOADS = {
     "vision": "benchmarks.accuracy.vision.SmallCifar10",
 }
 NEEDS_DATA = {"vision"}
-BUCKETS_MB = (4.0, 25.0)
+BUCKETS_MB = (4.0, 1.0, 25.0)
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,13 @@ def step_figures(time: StepTime) -> Iterator[Row]:
     """Rows of one method at one rate."""
     step, source = time.step, "measured" if time.measured else "predicted"
     spread = {"value": step.median, "p20": step.p20, "p80": step.p80, "samples": step.size}
-    yield {"rate": time.rate, "metric": "step", "unit": "s", "source": source, **spread}
+    yield {"rate": time.rate, "metric": "step", "unit": "s", "source": source, "bucket_mb": time.bucket_mb, **spread}
     yield {"rate": time.rate, "metric": "step_without_communication", "unit": "s", "value": time.compute}
     yield {"rate": time.rate, "metric": "ideal_step", "unit": "s", "value": time.ideal}
     yield {"rate": time.rate, "metric": "bytes", "unit": "B", "value": time.bytes}
     if time.settled is not None:
         yield {"rate": time.rate, "metric": "settled", "plan": " ".join(time.settled.split())}
+        yield {"rate": time.rate, "metric": "settling", "unit": "s", "value": time.settling}
 
 
 def _fixed(task: Task) -> Row:

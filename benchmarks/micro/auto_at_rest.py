@@ -1,7 +1,9 @@
 """What `auto` costs while it leaves gradients to DDP's own all-reduce: steps with it and without it, in turns.
 
 Ranks on the loopback train three replicas of one model in turns: plain DDP, DDP under `auto`, which has settled on
-DDP's own all-reduce, and plain DDP once more. The second plain one shows how far DDP differs from itself.
+DDP's own all-reduce, and plain DDP once more. The second plain one shows how far DDP differs from itself. Where a
+replica lies in memory and what ran before it matter, too: in each of three jobs another one is made first, and every
+other turn is in the opposite order.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from gradwire.tuning.auto import NATIVE, Autopilot
 from gradwire.tuning.trials import Script
 
 METHODS = ("ddp", "auto", "ddp again")
-RUNS = 6
+RUNS = 2
+"""Runs of each job, of which there is one for each method to begin with."""
 WARM_UP_STEPS = 12
 
 
@@ -44,13 +47,15 @@ def settle(pilot: Autopilot) -> None:
     pilot._script = script()
 
 
-def rank_main(rank: int, ranks: int, workload: str, steps: int, folder: str, line: Connection) -> None:
+def rank_main(
+    rank: int, ranks: int, methods: Sequence[str], workload: str, steps: int, folder: str, line: Connection
+) -> None:
     """One rank: sends the median seconds of a step, for each run of each method."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     task = make_workload(workload)
     replicas = {}
-    for method in METHODS:
+    for method in methods:
         torch.manual_seed(0)
         ddp = DistributedDataParallel(task.model())
         optimizer = task.optimizer(ddp.module)
@@ -60,9 +65,9 @@ def rank_main(rank: int, ranks: int, workload: str, steps: int, folder: str, lin
             settle(handle.autopilot)
         replicas[method] = ddp, optimizer
     batches = list(islice(iterate(task, 0, rank, ranks), 16))
-    found: dict[str, list[float]] = {method: [] for method in METHODS}
+    found: dict[str, list[float]] = {method: [] for method in methods}
     for run_index in range(-1, RUNS):
-        for method in METHODS:
+        for method in methods[:: (-1) ** run_index]:
             ddp, optimizer = replicas[method]
             times = []
             for step in range(WARM_UP_STEPS if run_index < 0 else steps):
@@ -86,23 +91,29 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """All runs of all methods."""
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for job in range(len(METHODS)):
+        slowest = run_job([*METHODS[job:], *METHODS[:job]], workload, ranks, steps)
+        for method in METHODS:
+            where = {"method": method, "workload": workload, "ranks": ranks, "rate": "none", "source": "measured"}
+            for index, seconds in enumerate(slowest[method]):
+                yield {**where, "run": RUNS * job + index, "metric": "step", "value": seconds, "unit": "s"}
+
+
+def run_job(methods: Sequence[str], workload: str, ranks: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step on the slowest rank, by method and run, if the replicas are made in this order."""
     context = multiprocessing.get_context("forkserver")
     lines, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):
             line, theirs = context.Pipe()
-            arguments = (rank, ranks, workload, steps, folder, theirs)
+            arguments = (rank, ranks, methods, workload, steps, folder, theirs)
             processes.append(context.Process(target=rank_main, args=arguments, daemon=True))
             processes[-1].start()
             lines.append(line)
         found = [line.recv() for line in lines]
         for process in processes:
             process.join(60)
-    for method in METHODS:
-        for index in range(RUNS):
-            slowest = max(each[method][index] for each in found)
-            where = {"method": method, "workload": workload, "ranks": ranks, "rate": "none", "source": "measured"}
-            yield {**where, "run": index, "metric": "step", "value": slowest, "unit": "s"}
+    return {method: [max(each[method][index] for each in found) for index in range(RUNS)] for method in methods}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,8 +8,10 @@ tried in a job of their own, and each method keeps its faster one. `auto` has th
 that was tuned without it.
 
 The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
-has the median of its ratios. Its control is the rival compared with itself: the ratios of its median to its slowest and
-its fastest run. A cell holds if its median is at least 0.99, or is no less than the lower end of the control.
+has the median of its ratios. Its control is a rival compared with itself: each run has a second copy of the one that
+was the fastest in trial, and the control is the range of their ratios. A cell holds if its median is at least 0.99, or
+is no less than the lower end of the control. Records from before the second copy have the ratios of the rival's median
+to its slowest and to its fastest run in its place, which is wider where jobs differ.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from gradwire.bench.table import rate_text
 from gradwire.planner import PlanTable
 
 RANKS = 4
-BUCKETS_MB = (4.0, 25.0)
+BUCKETS_MB = (4.0, 1.0, 25.0)
+AGAIN = " again"
+"""Ends the name of the rival's second copy."""
 UNSHAPED = "none"
 BOUND = 0.99
 KEY, CHOICES = ("workload", "rate"), ("workloads", "rates")
@@ -58,13 +62,16 @@ def cell(
     for row in _run(task, rate, [tried], seconds / 3, progress, "gradwire.bench.worker"):
         faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
     faster.setdefault(method, min(faster.values(), key=lambda each: each["value"]))
-    chosen = [(each, faster[each]["bucket_mb"]) for each in methods]
+    twin = min(rivals, key=lambda each: faster[each]["value"])
+    chosen = [(each, faster[each]["bucket_mb"]) for each in (*methods, twin)]
     rows: list[Row] = []
     jobs = min(jobs, runs)
     bounds = [runs * job // jobs for job in range(jobs + 1)]
     for first, end in itertools.pairwise(bounds):
         part = _run(task, rate, [chosen] * (end - first), seconds, progress, "benchmarks.planning.turns")
-        rows += [row | {"run": first + row["run"]} for row in part]
+        for index, row in enumerate(part):
+            again = AGAIN if (index + 1) % len(chosen) == 0 else ""
+            rows.append(row | {"run": first + row["run"], "method": row["method"] + again})
     return rows
 
 
@@ -102,7 +109,7 @@ def _run(
                 "workload": task.name, "rate": rate, "method": method, "run": number, "bucket_mb": size,
                 "ranks": RANKS, "size": task.num_parameters, "metric": "step", "unit": "s", "source": "measured",
                 "value": time.step.median, "p20": time.step.p20, "p80": time.step.p80, "samples": time.step.size,
-                "bytes": time.bytes, "plan": summary_of(time.settled),
+                "bytes": time.bytes, "plan": summary_of(time.settled), "settling": time.settling,
             }
         )  # fmt: skip
     return rows
@@ -155,7 +162,7 @@ class Verdict:
         rival_step: The rival's.
         ratio: Median of the ratios.
         worst: The smallest ratio of one run.
-        control: The ratios of the rival's median to its slowest and to its fastest run.
+        control: The least and the largest ratio of a rival to itself.
     """
 
     workload: str
@@ -174,14 +181,17 @@ class Verdict:
         steps: dict[str, dict[int, float]] = {}
         for row in rows:
             steps.setdefault(row["method"], {})[row["run"]] = row["value"]
-        method, *rivals = steps
+        method, *others = steps
+        rivals = [name for name in others if not name.endswith(AGAIN)]
         medians = {name: statistics.median(each.values()) for name, each in steps.items()}
         rival = min(rivals, key=medians.__getitem__)
         ratios = [steps[rival][run] / step for run, step in steps[method].items()]
-        control = tuple(medians[rival] / extreme(steps[rival].values()) for extreme in (max, min))
+        itself = [medians[rival] / step for step in steps[rival].values()]
+        for twin in set(others) - set(rivals):
+            itself = [steps[twin.removesuffix(AGAIN)][run] / step for run, step in steps[twin].items()]
         return cls(
             rows[0]["workload"], rows[0]["rate"], method, rival, medians[method], medians[rival],
-            statistics.median(ratios), min(ratios), (control[0], control[1]),
+            statistics.median(ratios), min(ratios), (min(itself), max(itself)),
         )  # fmt: skip
 
     @property

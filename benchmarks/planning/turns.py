@@ -17,8 +17,9 @@ import torch.distributed as dist
 from gradwire.bench import worker
 from gradwire.bench.job import SegmentOutcome, TimedSteps
 from gradwire.bench.rank import Rank, RunSegment
-from gradwire.bench.recording import record
+from gradwire.bench.recording import record_all
 from gradwire.bench.replay import Replay
+from gradwire.bench.timing import settle
 
 TURN_SECONDS = 1.0
 MIN_TURNS = 2
@@ -26,8 +27,9 @@ MIN_TURNS = 2
 
 def runner(rank: Rank) -> RunSegment:
     """Return the function that runs a segment. The first one of a run also times the others."""
-    methods = len({segment.method for segment in rank.job.segments})
-    recordings = {size: record(rank, size) for size in sorted({each.bucket_mb for each in rank.job.segments})}
+    first = rank.job.segments[0].method  # which a run has once
+    methods = len(rank.job.segments) // sum(segment.method == first for segment in rank.job.segments)
+    recordings = record_all(rank)
     timed: dict[int, TimedSteps] = {}
 
     def run(index: int) -> SegmentOutcome:
@@ -36,8 +38,8 @@ def runner(rank: Rank) -> RunSegment:
             segments = [rank.job.segments[each] for each in indices]
             rank.set_rate(None)
             replays: dict[int, Replay] = {}
-            first = index // methods % methods
-            for place in [*range(first, methods), *range(first)]:
+            begin = index // methods % methods
+            for place in [*range(begin, methods), *range(begin)]:
                 replays[place] = Replay.begin(rank, segments[place], recordings[segments[place].bucket_mb])
             ordered = [replays[place] for place in range(methods)]
             timed.update(zip(indices, _in_turns(rank, ordered), strict=True))
@@ -52,7 +54,7 @@ def _in_turns(rank: Rank, replays: Sequence[Replay]) -> list[TimedSteps]:
     for replay in replays:
         replay.warm_up()  # before the links are shaped
     rank.set_rate(rate)
-    settled = [replay.connection.settle(replay.step) for replay in replays]
+    settled = [settle(replay) for replay in replays]
     lengths = [replay.step()[1] for replay in replays]
     counts = [rank.agree(max(1, round(TURN_SECONDS / seconds))) for seconds in lengths]
     turn = sum(count * seconds for count, seconds in zip(counts, lengths, strict=True))
@@ -73,7 +75,12 @@ def _in_turns(rank: Rank, replays: Sequence[Replay]) -> list[TimedSteps]:
         spent = replay.connection.costs(replay.steps) - before[place]
         found.append(
             TimedSteps(
-                rate, seconds[place], **asdict(spent), processor_seconds=processor[place], settled=settled[place]
+                rate,
+                seconds[place],
+                **asdict(spent),
+                processor_seconds=processor[place],
+                settled=settled[place][0],
+                settling_seconds=settled[place][1],
             )
         )
         replay.connection.close()

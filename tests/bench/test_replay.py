@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradwire.bench import methods
 from gradwire.bench.job import BenchmarkJob, Segment
 from gradwire.bench.rank import Rank
-from gradwire.bench.recording import record
+from gradwire.bench.recording import record, record_all
 from gradwire.bench.replay import Replay
 
 
@@ -20,6 +20,21 @@ def alone() -> Iterator[Rank]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Rank(BenchmarkJob("digits", (), folder="", replay=True))
     dist.destroy_process_group()
+
+
+def test_bucket_sizes_share_the_duration_of_one_step_and_its_gradients() -> None:
+    """Two records of the same step differ by more than a method may gain."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    segments = tuple(Segment(methods.DDP_FP32, bucket_mb) for bucket_mb in (25.0, 0.001, 25.0))
+    found = record_all(Rank(BenchmarkJob("digits", segments, folder="", replay=True)))
+    dist.destroy_process_group()
+    small, large = found[0.001], found[25.0]
+    assert len(small.buckets) > len(large.buckets) == 1
+    assert (small.backward_seconds, small.step_seconds) == (large.backward_seconds, large.step_seconds)
+    assert 0 < large.buckets[-1].ready_seconds <= large.backward_seconds
+    assert sum(map(float, (each.gradients[0].sum() for each in small.buckets))) == pytest.approx(
+        float(large.buckets[0].gradients[0].sum()), rel=1e-4
+    )
 
 
 def test_each_step_has_the_gradients_of_one_recorded_step(alone: Rank) -> None:

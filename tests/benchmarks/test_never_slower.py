@@ -2,7 +2,7 @@
 
 import pytest
 from benchmarks.accuracy.time_to_accuracy import Task
-from benchmarks.planning.never_slower import RANKS, Verdict, cell, table, verdicts
+from benchmarks.planning.never_slower import AGAIN, RANKS, Verdict, cell, table, verdicts
 from benchmarks.planning.turns import MIN_TURNS
 from rich.progress import Progress
 
@@ -38,6 +38,15 @@ def test_a_rival_that_varies_allows_as_much(slower, holds):
     assert Verdict.of(rows({"auto": [slower] * RUNS, "ddp-fp32": [1, 1, 1, 1, 1, 1.1]})).holds == holds
 
 
+@pytest.mark.parametrize(("again", "holds"), [(1.0, False), (1.08, True)])
+def test_a_second_copy_of_the_rival_in_the_same_runs_is_the_control(again, holds):
+    jobs = [1, 1, 1, 2, 2, 2]  # the second job is slower, for all methods
+    steps = {"auto": [1.05 * each for each in jobs], "ddp-fp16": jobs, "ddp-fp32": [9] * RUNS}
+    found = Verdict.of(rows({**steps, f"ddp-fp16{AGAIN}": [again * each for each in jobs]}))
+    assert (found.rival, found.holds) == ("ddp-fp16", holds)
+    assert found.control == pytest.approx((1 / again, 1 / again))
+
+
 def test_the_table_has_a_line_for_each_cell_and_counts_those_that_hold():
     fast, slow = {"auto": [1.0] * RUNS, "ddp-fp32": [2.0] * RUNS}, {"auto": [2.0] * RUNS, "ddp-fp32": [1.0] * RUNS}
     record = rows(fast) + rows(slow, workload="deep", rate="none")
@@ -71,7 +80,7 @@ def test_the_runs_of_a_cell_are_shared_by_its_jobs():
     methods, runs = ("int8", "ddp-fp32"), 3
     found = cell(Task.of("digits", None), "100mbit", methods, 2, runs, 0.1, Progress(disable=True))
     assert sorted((row["method"], row["run"]) for row in found) == [
-        (method, run) for method in sorted(methods) for run in range(runs)
+        (method, run) for method in sorted([*methods, f"ddp-fp32{AGAIN}"]) for run in range(runs)
     ]
     assert {row["ranks"] for row in found} == {RANKS} and min(row["value"] for row in found) > 0
     assert Verdict.of(found).rival == "ddp-fp32"

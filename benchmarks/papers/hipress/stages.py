@@ -21,7 +21,7 @@ from gradwire.bench import worker
 from gradwire.bench.job import Progress, Segment, SegmentOutcome
 from gradwire.bench.methods import MethodCosts, is_native
 from gradwire.bench.rank import Rank, RunSegment
-from gradwire.bench.recording import Recording, record
+from gradwire.bench.recording import Recording, record_all
 from gradwire.bench.replay import RecordedModel, Replay, run_replay
 from gradwire.bench.rivals import pack
 from gradwire.bench.segment import is_identical
@@ -232,7 +232,7 @@ def _run(rank: Rank, index: int, recording: Recording, how: How) -> SegmentOutco
 
 def runner(rank: Rank, how_of: Callable[[str], How] = how) -> RunSegment:
     """Return a function that runs segments. A method is a stage, which `how_of` looks up, or one of DDP's own."""
-    recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
+    recordings = record_all(rank)
 
     def run(index: int) -> SegmentOutcome:
         segment = rank.job.segments[index]

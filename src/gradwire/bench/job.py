@@ -35,7 +35,7 @@ class Segment:
     validate_every: int = 0
     timed_seconds: float = 4.0
     min_timed: int = 5
-    max_timed: int = 30
+    max_timed: int = 100
     rates: tuple[str | None, ...] = (None,)
 
 
@@ -92,6 +92,7 @@ class TimedSteps:
         interface_packets: Packets sent according to the network interface, or None.
         processor_seconds: Processor time of all threads.
         settled: What ``auto`` had settled on; see `gradwire.bench.methods.ConnectedMethod.settle`.
+        settling_seconds: Time that it took until then, with kernels compiled.
     """
 
     rate: str | None
@@ -104,6 +105,7 @@ class TimedSteps:
     interface_packets: int | None = None
     processor_seconds: float = 0.0
     settled: str | None = None
+    settling_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,12 @@ def is_native(method: str) -> bool:
 
 
 def tries_buckets(method: str) -> bool:
-    """Whether a method is run with every bucket size and the best one counts: most of DDP's own methods, and auto."""
-    return is_auto(method) or (is_native(method) and method != DDP_POWERSGD)
+    """Whether a method is run with every bucket size and the best one counts: most of DDP's own methods."""
+    return is_native(method) and method != DDP_POWERSGD
 
 
 def bucket_sizes(method: str, sizes: Sequence[float]) -> Sequence[float]:
-    """Bucket sizes in MB to run a method with, out of those to try."""
+    """Bucket sizes in MB to run a method with, out of those to try. gradwire's methods have the first."""
     if method == DDP_POWERSGD:
         return (_ONE_BUCKET_MB,)
     return sizes if tries_buckets(method) else sizes[:1]

@@ -1,7 +1,8 @@
 """Record a backward pass: when each gradient is ready on a rank that has the processor to itself.
 
 The ranks take turns, so that they do not disturb each other. Each keeps the gradients of its own data. All use the
-times of rank 0.
+times of rank 0, and all bucket sizes the duration of one step: computing takes as long, however DDP groups gradients,
+and two records of the same step differ by more than many a method gains.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +66,12 @@ class Recording:
     backward_seconds: float
     step_seconds: float
 
+    def lasting(self, other: Recording) -> Recording:
+        """The same with the duration of another recording, and buckets ready at the same shares of backward."""
+        share = other.backward_seconds / self.backward_seconds
+        buckets = [replace(bucket, ready_seconds=share * bucket.ready_seconds) for bucket in self.buckets]
+        return Recording(buckets, other.backward_seconds, other.step_seconds)
+
 
 @dataclass
 class _Tape:
@@ -86,6 +93,13 @@ class _Tape:
         self.gradients.append(bucket.buffer().clone())
         self.parameters.append(list(bucket.parameters()))
         return completed(bucket.buffer())
+
+
+def record_all(rank: Rank) -> dict[float, Recording]:
+    """Record a step for each bucket size of the job, all with the duration of the first. All ranks call it."""
+    found = {size: record(rank, size) for size in sorted({segment.bucket_mb for segment in rank.job.segments})}
+    first = next(iter(found.values()))
+    return {size: each.lasting(first) for size, each in found.items()}
 
 
 def record(rank: Rank, bucket_mb: float) -> Recording:
@@ -147,8 +161,5 @@ def _with_times_of_rank_0(recording: Recording) -> Recording:
     )
     dist.broadcast(times, 0)
     *ready, backward_seconds, step_seconds = times.tolist()
-    buckets = [
-        RecordedBucket(bucket.names, bucket.shapes, seconds, bucket.gradients)
-        for bucket, seconds in zip(recording.buckets, ready, strict=True)
-    ]
+    buckets = [replace(bucket, ready_seconds=seconds) for bucket, seconds in zip(recording.buckets, ready, strict=True)]
     return Recording(buckets, backward_seconds, step_seconds)

@@ -41,6 +41,7 @@ class StepTime:
         bucket_mb: DDP's bucket size; the best of those tried at this rate.
         processor: Processor time of all threads of a rank.
         settled: What ``auto`` had settled on; see `gradwire.bench.methods.ConnectedMethod.settle`.
+        settling: Time that it took until then, with kernels compiled.
     """
 
     rate: str | None
@@ -56,6 +57,7 @@ class StepTime:
     bucket_mb: float
     processor: float = 0.0
     settled: str | None = None
+    settling: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -200,6 +202,7 @@ def combine_times(timed: Sequence[TimedSteps], compute: float, measured: bool, b
         bucket_mb=bucket_mb,
         processor=per_step * sum(rank.processor_seconds for rank in timed),
         settled=timed[0].settled,
+        settling=max(rank.settling_seconds for rank in timed),
     )
 
 

@@ -53,7 +53,7 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
     rank.set_rate(rate)
     # A training at this rate has settled already, unless it was too short or other rates came between.
     has_settled = segment.train_steps > 0 and rate == segment.train_rate == segment.rates[0]
-    settled = training.connection.settle(training.step, restart=not has_settled)
+    settled, settling = settle(training, restart=not has_settled)
     dist.barrier()
     counters = interface_counters() if rank.job.shaped else None
     costs = training.connection.costs(training.steps)
@@ -77,7 +77,15 @@ def time_steps(training: Steps, index: int, rate: str | None) -> TimedSteps:
         interface_packets=traffic.packets_sent if traffic else None,
         processor_seconds=processor,
         settled=settled,
+        settling_seconds=settling,
     )
+
+
+def settle(training: Steps, restart: bool = True) -> tuple[str | None, float]:
+    """Let the method adapt to the links. Return what ``auto`` has settled on, and the seconds that this took it."""
+    began = time.perf_counter()
+    settled = training.connection.settle(training.step, restart=restart)
+    return settled, 0.0 if settled is None else time.perf_counter() - began
 
 
 def _num_timed(segment: Segment, step_seconds: float) -> int:

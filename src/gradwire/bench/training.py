@@ -106,8 +106,6 @@ def segments_of(options: TrainingOptions) -> list[Segment]:
     segments = [silent]
     for method in options.methods:
         size, *more = methods.bucket_sizes(method, options.buckets_mb)
-        if methods.is_auto(method) and not options.replay:
-            more = []  # what it chooses depends on the gradients of a model in training
         first = Segment(
             method,
             size,

@@ -49,10 +49,10 @@ def main(runner: Callable[[Rank], RunSegment] | None = None) -> None:
 
 def _runner(rank: Rank) -> RunSegment:
     if rank.job.replay:
-        from gradwire.bench.recording import record
+        from gradwire.bench.recording import record_all
         from gradwire.bench.replay import run_replay
 
-        recordings = {size: record(rank, size) for size in sorted({s.bucket_mb for s in rank.job.segments})}
+        recordings = record_all(rank)
         return lambda index: run_replay(rank, index, recordings)
     from gradwire.bench.segment import run_segment
 
