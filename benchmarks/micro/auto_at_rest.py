@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.bench.workload import iterate
 from gradwire.bench.workloads import make_workload
-from gradwire.tuning.auto import NATIVE, Autopilot
+from gradwire.tuning.auto import Autopilot
+from gradwire.tuning.candidates import NATIVE
 from gradwire.tuning.trials import Script
 
 METHODS = ("ddp", "auto", "ddp again")

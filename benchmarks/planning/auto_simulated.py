@@ -41,8 +41,7 @@ from gradwire.simulate import Cluster, Compute, SimulatedGradient, SimulatedMode
 from gradwire.simulate.machine import machine_costs
 from gradwire.sync.plan import Plan
 from gradwire.tuning import choice
-from gradwire.tuning.auto import NATIVE, NATIVE_FP16
-from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 from gradwire.tuning.choice import margin
 
 PUBLISHED = ("resnet50", "bert-base", "vgg19", "lstm", "transformer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire.lab import Lab
-from gradwire.tuning.auto import REST_STEPS
+from gradwire.tuning.auto import IN_VAIN, PASSES, REST_STEPS
 from tests.integration.launch import ROOT, launch, results
 
 
@@ -30,6 +31,25 @@ def test_nothing_is_lost_on_the_way_there_and_back() -> None:
             before == after == 0 < by_plan
         )  # nothing that a trial sends in addition to DDP is left for later comparisons
         _adds_up(rank["report"], rank["table"], num_native=ways.count("DDP's all-reduce"))
+
+
+def test_what_16_bits_cannot_hold_delays_no_way_back() -> None:
+    ranks = results(launch("auto.there_and_back", 3, steps=6, dtype="bfloat16"))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank["ways"] == ranks[0]["ways"] and rank["ways"][-1] == "DDP's all-reduce"
+        assert 0 < rank["ways"].count("gradwire, flushing residuals") <= 2 * (1 + IN_VAIN) < PASSES
+        assert rank["error"] < 0.05  # parameters are bfloat16, too
+
+
+def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
+    ranks = results(launch("auto.too_large_for_fp16", 2))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert "DDP's all-reduce" in rank["candidates"] and "DDP's all-reduce in fp16" not in rank["candidates"]
+        assert "fp16" not in rank["specs"]
+        assert all(math.isfinite(loss) for loss in rank["losses"])
+        assert rank["losses"][-1] < rank["losses"][0]
 
 
 def test_with_momentum_correction_it_is_sgd_with_momentum_whatever_it_chooses() -> None:

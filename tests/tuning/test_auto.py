@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,19 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
-from gradwire.core.spec import TensorSpec
+from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
 from gradwire.planner.closed_forms import route
 from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
 from gradwire.planner.curves import LinearCost
-from gradwire.tuning.auto import (
-    NATIVE,
-    NATIVE_FP16,
-    PASSES,
-    Autopilot,
-)
-from gradwire.tuning.candidates import Candidate, given_routes, native_step
-from gradwire.tuning.change import SYNC_BOUND, change_of
+from gradwire.residuals import ResidualKey
+from gradwire.tuning.auto import IN_VAIN, PASSES, Autopilot
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate, given_routes, native_step
+from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, SYNC_BOUND, change_of
 from gradwire.tuning.choice import NATIVE_DOUBT, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import BucketTiming, Timing
 from gradwire.tuning.trials import Script
@@ -138,6 +135,28 @@ def test_auto_waits_for_a_bounded_number_of_steps(pilot: Autopilot) -> None:
     assert list(pilot._passes_while(lambda: False)) == []
 
 
+def test_residuals_that_no_step_sends_are_not_waited_for(pilot: Autopilot) -> None:
+    """Those of a parameter that is not used, and what 16 bits cannot hold."""
+    residuals, key = pilot._synchronizer.residuals, ResidualKey("weight", ElementRange(0, 4))
+    assert list(pilot._flush()) == []
+    residuals.add(key, np.full(4, 1.0, np.float32))
+    assert len(list(pilot._flush())) == IN_VAIN
+    pilot._settle = lambda: None  # until an optimizer steps
+    script = pilot._flush()
+    for passes in range(1, 8):
+        next(script)
+        residuals.stage(key)[:] = 0.0  # sent
+        if passes == 7:  # the optimizer steps after seven backward passes
+            residuals.commit()
+    assert list(script) == []
+    residuals.add(key, np.full(4, 1.0, np.float32))
+    script = pilot._flush()
+    next(script)
+    residuals.stage(key)[:] = 2.0**-9  # what a 16-bit gradient cannot hold
+    residuals.commit()
+    assert len(list(script)) == IN_VAIN
+
+
 @pytest.mark.parametrize(("kept", "now", "kind", "text"), [
     (TIMING, replace(TIMING, step=1.4), "step", "steps take 1.4"),
     (TIMING, replace(TIMING, step=0.7), "step", "steps take 700 ms"),
@@ -203,7 +222,7 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
         optimizer.step()
     pilot = handle.autopilot
     assert pilot is not None and pilot._sample is not None
-    assert ("gcomp" in {method.spec for method in pilot._methods}) == known
+    assert ("gcomp" in {method.spec for method in pilot.allowed.methods}) == known
     own, aux = pilot._sample.own, pilot._sample.aux
     assert (own is not None) == known
     if own is not None:
@@ -238,9 +257,9 @@ def test_what_a_mapping_names_is_part_of_each_plan(given: str, unchosen: str) ->
     handle = gw.attach(ddp, {"0.weight": given, "*": "auto"}, fidelity="near-lossless")
     pilot = handle.autopilot
     assert pilot is not None and pilot.current.name == unchosen
-    names = list(pilot._tensors)
+    names = list(pilot.allowed.tensors)
     assert "0.weight" not in names and len(names) == 3
-    tensors = [PlannedTensor(name, spec.shape) for name, spec in pilot._tensors.items()]
+    tensors = [PlannedTensor(name, spec.shape) for name, spec in pilot.allowed.tensors.items()]
     planned = plan(tensors, COSTS, [fidelity.RankedCompressor("fp16", ("ring",))], native=())
     assert planned.compresses and planned.native_kind == "" and not planned.native
     found = pilot._predict(planned, TIMING, COSTS)
@@ -260,7 +279,63 @@ def test_momentum_in_the_optimizer_leaves_out_what_suffers_from_it(momentum: flo
     optimizer = None if momentum is None else torch.optim.SGD(ddp.parameters(), 0.1, momentum=momentum)
     handle = gw.attach(ddp, "auto", optimizer=optimizer)
     assert handle.autopilot is not None
-    assert ("threelc" in {method.spec for method in handle.autopilot._methods}) == threelc
+    assert ("threelc" in {method.spec for method in handle.autopilot.allowed.methods}) == threelc
+    handle.detach()
+
+
+def test_momentum_that_comes_later_takes_away_what_suffers_from_it() -> None:
+    """As by OneCycleLR, or by a state that is loaded."""
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    assert handle.autopilot is not None
+    allowed = handle.autopilot.allowed
+    assert allowed.change(allowed.state(), NATIVE) is None
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert allowed.change(allowed.state(), NATIVE) is MOMENTUM
+    allowed.update(allowed.state())
+    assert "threelc" not in {method.spec for method in allowed.methods}
+    assert allowed.change(allowed.state(), NATIVE) is None
+    handle.detach()
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(1.0, True), (1e7, False), (1e-9, False)])
+def test_gradients_that_do_not_fit_fp16_are_not_cast_to_it(factor: float, fits: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(40, 30))
+    handle = gw.attach(ddp, "auto")
+    assert handle.autopilot is not None
+    allowed = handle.autopilot.allowed
+    for _ in range(2):
+        ddp.zero_grad()
+        (factor * ddp(torch.randn(5, 40)).square().mean()).backward()
+    assert (allowed.change(allowed.state(), NATIVE_FP16) is MISFIT) == (not fits)
+    assert allowed.change(allowed.state(), NATIVE) is None, "what casts nothing goes on"
+    planned = Candidate.of(table("fp16"))
+    assert (allowed.change(allowed.state(), planned) is MISFIT) == (not fits)
+    allowed.update(allowed.state())
+    assert ("fp16" in {method.spec for method in allowed.methods}) == fits
+    assert (NATIVE_FP16 in handle.autopilot._predict(table("fp16"), TIMING, COSTS)) == fits
+    handle.detach()
+
+
+@pytest.mark.parametrize(("given", "unchosen"), [
+    ("none", "DDP's all-reduce"), ("onebit", "gradwire, dense where auto decides"),
+])  # fmt: skip
+def test_a_rule_holds_for_tensors_that_are_frozen_at_attach(given: str, unchosen: str) -> None:
+    model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 40))
+    ddp = DistributedDataParallel(model)
+    model[0].requires_grad_(False)
+    handle = gw.attach(ddp, {"0.*": given, "*": "auto"})
+    assert handle.autopilot is not None
+    allowed = handle.autopilot.allowed
+    assert not allowed.given and allowed.unchosen == NATIVE and allowed.native_fp16
+    planned = Candidate.of(table("fp16"), later=allowed.undecided)
+    assert planned.plan is not None
+    assert planned.plan.entry("0.weight", TensorSpec((100, 200))).compressor.name == given
+    handle.synchronizer.register({"0.weight": TensorSpec((100, 200))})
+    assert allowed.change(allowed.state(), NATIVE) is MORE_TENSORS
+    assert allowed.given.keys() == {"0.weight"} and "0.weight" not in allowed.tensors
+    assert allowed.unchosen.name == unchosen and not allowed.native_fp16
     handle.detach()
 
 

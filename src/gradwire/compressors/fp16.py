@@ -6,8 +6,8 @@ element beyond 65504 marks the payload as non-finite.
 Body: the elements, 2 bytes each.
 
 Source: PyTorch's `fp16_compress_hook`. Differences: the hook casts first, and divides by the world size and adds in 16
-bits; here gradients are scaled before the cast, and decoded values are added in float32. An overflow is marked, so that
-the step is skipped and the model stays intact.
+bits; here gradients are scaled before the cast, and decoded values are added in float32. An overflow is marked, and all
+ranks get NaN: a GradScaler then skips the step, and without one the optimizer applies it, as with the hook.
 """
 
 from __future__ import annotations

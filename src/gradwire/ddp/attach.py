@@ -99,8 +99,7 @@ def attach(
     asked = str(plan)
     parameters = torch_private.trained_parameters(ddp)
     tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
-    given = plan.given_entries(tensors) if automatic else {}
-    plan = plan.without_auto()  # until it has measured, gradients travel dense
+    rules, plan = plan, plan.without_auto()  # until it has measured, gradients travel dense
     strategies = {plan.strategy, *(entry.strategy for entry in (plan.entries or {}).values())}
     if options.server is not None and SERVER not in strategies:
         raise OptionError(
@@ -125,8 +124,8 @@ def attach(
         if automatic:
             commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
             handle.autopilot = Autopilot(
-                synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, given,
-                momentum=may_have_momentum(list(optimizers)),
+                synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, rules,
+                momentum=lambda: may_have_momentum(list(optimizers)),
             )  # fmt: skip
         slot = slot_of(ddp)
         if register:

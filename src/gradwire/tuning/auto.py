@@ -6,12 +6,16 @@
 3. *Trials.* Candidates that are predicted to be faster run some steps. Those that come close to the fastest run again,
    in turns, until it is clear which one to choose. Of the fastest, the one with the highest fidelity stays.
 4. *Watch.* Every few steps all ranks compare figures. When steps or synchronization have become slower or faster for
-   good, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests between these windows: nothing is
-   timed, and a bucket costs one Python call.
+   good, or what is allowed has changed, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests
+   between these windows: nothing is timed, and a bucket costs one Python call.
+
+What is allowed depends on the job: fp16 only while gradients fit its range, and what suffers from momentum only while
+the optimizer has none.
 
 Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are flushed before
-gradients go back to DDP's own all-reduce, except those of parameters that are not used meanwhile, which a later plan
-sends; each decision is reported once, with its numbers (see `gradwire.observe.notices`).
+gradients go back to DDP's own all-reduce, except what a later plan sends: those of parameters that are not used
+meanwhile, and what gradients of 16 bits cannot hold; each decision is reported once, with its numbers (see
+`gradwire.observe.notices`).
 
 With momentum correction, each rank applies momentum before its gradient is sent, dense or compressed. DDP's own
 all-reduce knows no velocities, so gradwire sends dense gradients itself.
@@ -29,8 +33,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -39,7 +42,7 @@ import torch.distributed as dist
 from gradwire.compressors.base.registry import names, spec_of
 from gradwire.core import torch_private
 from gradwire.core.events import Event
-from gradwire.core.spec import ElementRange, TensorSpec
+from gradwire.core.spec import ElementRange
 from gradwire.observe.notices import seldom, tell
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
@@ -47,17 +50,25 @@ from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
 from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.plan import Plan
-from gradwire.sync.plan_entry import PlanEntry, is_small
+from gradwire.sync.plan_entry import is_small
 from gradwire.sync.synchronizer import Synchronizer
+from gradwire.tuning.allowed import STATE, Allowed
 from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
-from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future, native_step, plan_tables
+from gradwire.tuning.candidates import (
+    FP32,
+    HOOKS,
+    NATIVE,
+    NATIVE_FP16,
+    Candidate,
+    Future,
+    native_step,
+    plan_tables,
+)
 from gradwire.tuning.change import NO_GAIN, START, Reason, change_of
 from gradwire.tuning.choice import Decision, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, typical
 from gradwire.tuning.trials import Script, Trials
 
-NATIVE = Candidate("DDP's all-reduce")
-NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", hook="fp16")
 FLUSH_RESIDUALS = Candidate("gradwire, flushing residuals", plan=Plan("none"))
 CLOSE = 0.25  # share by which a step may be longer than the fastest for its candidate to be timed again
 TURNS = range(5, 12)  # of each such candidate, until it is clear which one to choose
@@ -72,6 +83,8 @@ LASTING = 5.0  # seconds of these windows, likewise, since other work on a machi
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
 PASSES = 32  # most steps to wait for optimizers to step, and for residuals to be sent
+IN_VAIN = 3  # steps after which residuals have not become less, and are not waited for
+RANGE_WINDOWS = 8  # windows from one look at the range of gradients to the next, while none is cast to fp16
 
 
 class Autopilot:
@@ -84,10 +97,11 @@ class Autopilot:
         min_elements: See `attach`.
         settle: Commits or rolls back the last step, if that is decided.
         aux: Slices of the parameters' optimizer state by name and range, for gcomp; None where it is not known.
-        given: Entries of the tensors that the user has given a method.
-        momentum: Whether the optimizer applies momentum, as far as one knows.
+        rules: The user's plan, of which `auto` is a rule; None if it is the only one.
+        momentum: Returns whether the optimizer applies momentum, as far as one knows.
 
     Attributes:
+        allowed: What it may choose from.
         current: The candidate that averages gradients now.
         decisions: All decisions, the latest last.
         settled: Whether it has decided, and watches.
@@ -102,37 +116,29 @@ class Autopilot:
         min_elements: int | None,
         settle: Callable[[], None],
         aux: OptimizerSlices | None = None,
-        given: Mapping[str, PlanEntry] = MappingProxyType({}),
-        momentum: bool = True,
+        rules: Plan | None = None,
+        momentum: Callable[[], bool] = lambda: True,
     ) -> None:
         self.decisions: list[Decision] = []
         self.settled = False
         self._synchronizer = synchronizer
         self._group = group
-        self._given = given
-        # What needs no decision: nothing is compressed but what the user has named.
-        self._unchosen = NATIVE
-        self._feedback = synchronizer.plan.feedback  # of momentum correction, or None
-        if self._feedback is not None:
-            self._unchosen = Candidate("gradwire, dense with velocities", plan=synchronizer.plan, baseline=True)
-        elif any(not entry.compressor.dense for entry in given.values()):
-            self._unchosen = Candidate("gradwire, dense where auto decides", plan=synchronizer.plan, baseline=True)
-        self.current = self._unchosen
-        known = aux is not None and self._feedback is None  # to gcomp
-        self._methods = levels.methods(fidelity, optimizer=known, momentum=momentum)
+        self.allowed = Allowed(synchronizer, rules or Plan("auto"), fidelity, aux is not None, momentum)
+        self.current = self.allowed.unchosen
         self._aux = aux
         self.fidelity = fidelity
         self._min_elements = min_elements
         self._settle = settle
         # DDP's own all-reduce has no frames but those in which ranks exchange the figures of a trial.
         self._clock = StepClock(lambda: synchronizer.link_busy_seconds() if self.current.gradwire else 0.0)
-        largest = max((spec.numel for spec in self._tensors.values()), default=1)
-        self._calibration = Calibration(synchronizer, largest, self._feedback)
+        largest = max((spec.numel for spec in self.allowed.tensors.values()), default=1)
+        self._calibration = Calibration(synchronizer, largest, self.allowed.feedback)
         self._trials = Trials(self, self._calibration.largest, TIMED_STEPS, TIMED_SECONDS)
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
         self._samples = True  # until codecs are measured
         self._sample: CalibrationSample | None = None  # this rank's gradients
         self._is_queued = False  # see `worth_a_trial`
+        self._looks = False  # whether to look at the range of this step's gradients
         self._num_steps = 0
         self._rest_steps = 0  # still to come
         self._rested = 0  # steps that are not in the report yet
@@ -140,11 +146,6 @@ class Autopilot:
         self._figures: np.ndarray | None = None  # to be sent with the next bucket
         self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
         self._script = self._run()
-
-    @property
-    def _tensors(self) -> dict[str, TensorSpec]:
-        """Tensors to decide about. Those that were frozen at attach come later."""
-        return {name: spec for name, spec in self._synchronizer.tensors.items() if name not in self._given}
 
     # -- what the handle calls -------------------------------------------------------------------------------
 
@@ -194,6 +195,8 @@ class Autopilot:
         timing = self._clock.ready(names, bucket.buffer())
         if self._samples and self._num_steps > 1:  # the very first gradients of some models are zeros
             self._sample = self._sampled(bucket, names) or self._sample
+        if self._looks or self._num_steps == 2:
+            self.allowed.look(bucket)
         future = submit() if self.current.gradwire else self._native_average(bucket, names)
 
         def arrived(done: Future) -> torch.Tensor:
@@ -249,10 +252,10 @@ class Autopilot:
     # -- the script: a step passes at each `yield` -----------------------------------------------------------
 
     def _run(self) -> Script[None]:
-        while self._synchronizer.world_size == 1 or not self._tensors:  # all gradients are sparse
+        while self._synchronizer.world_size == 1 or not self.allowed.tensors:  # all gradients are sparse
             self.settled = True
             yield
-        yield from self.switch(self._unchosen)
+        yield from self.switch(self.allowed.unchosen)
         timing = yield from self._trials.time(warm_up=1)
         reason, strikes = START, STRIKES
         while True:
@@ -269,11 +272,13 @@ class Autopilot:
         Returns:
             The timing of the candidate that is kept, and seconds of a step by the fastest of higher fidelity.
         """
+        allowed = self.allowed
+        allowed.update(self._calibration.largest(allowed.state()))
         costs = self._calibrate(timing)
         (table,) = plan_tables(
-            self._synchronizer, self._tensors, timing, costs, self._methods, fidelity=self.fidelity,
-            min_elements=self._min_elements, native=() if self._unchosen.gradwire else ("fp32",),
-            feedback=self._feedback or "", given=self._given,
+            self._synchronizer, allowed.tensors, timing, costs, allowed.methods, fidelity=self.fidelity,
+            min_elements=self._min_elements, native=() if allowed.unchosen.gradwire else ("fp32",),
+            feedback=allowed.feedback or "", given=allowed.given,
         )  # fmt: skip
         predicted = self._predict(table, timing, costs)
         self._trials.timings = timings = {self.current: timing}
@@ -304,7 +309,7 @@ class Autopilot:
         Returns:
             What has changed, and the new timing.
         """
-        changed, lasted, self.settled = 0, 0.0, True
+        changed, lasted, self.settled, windows = 0, 0.0, True, 0
         recent: deque[float] = deque(maxlen=RIVAL_WINDOWS)
         while True:
             if not self.current.gradwire and not changed:
@@ -314,12 +319,17 @@ class Autopilot:
             for _ in range(WINDOW):
                 yield
                 steps.append(self.last)
-            self._figures = typical(steps)
+            self._figures = np.concatenate([self.allowed.state(), typical(steps)])
+            self._looks, windows = self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0, windows + 1
             yield  # they are sent, and the answers arrive, together with this step's gradients
-            answers, self._answers, self._figures = self._answers, None, None
+            answers, self._answers, self._figures, self._looks = self._answers, None, None, False
             if answers is None:
                 continue  # that step had no dense bucket
-            timing = Timing.of(steps, answers())
+            state, figures = np.split(answers(), [STATE])
+            timing = Timing.of(steps, figures)
+            if (reason := self.allowed.change(state, self.current)) is not None:
+                self.settled = False
+                return reason, timing
             recent.append(timing.step)
             no_gain = len(recent) == RIVAL_WINDOWS and statistics.median(recent) > RIVAL_BOUND * rival
             reason = change_of(kept, timing) or (NO_GAIN if no_gain else None)
@@ -343,7 +353,7 @@ class Autopilot:
             # DDP's own all-reduce does not apply residuals.
             yield from self._replan(Plan("none", min_elements=self._min_elements))
             self.current = FLUSH_RESIDUALS
-            yield from self._passes_while(self._any_rank_holds)
+            yield from self._flush()
         self.current = candidate
 
     def _replan(self, plan: Plan) -> Script[None]:
@@ -352,6 +362,25 @@ class Autopilot:
         if self._synchronizer.residuals.is_open:
             self._synchronizer.commit()  # an optimizer does not step
         self._synchronizer.replan(plan)
+
+    def _flush(self) -> Script[None]:
+        """Let steps pass until residuals are sent, or none of what is left is."""
+        left, in_vain = self._held(), 0
+        for _ in range(PASSES):
+            if not left or in_vain == IN_VAIN:
+                return
+            yield
+            self._settle()
+            if not self._any_rank(self._synchronizer.residuals.is_open):
+                before, left = left, self._held()
+                in_vain = 0 if left < before / 2 else in_vain + 1
+
+    def _held(self) -> float:
+        """2-norm of what a rank holds of residuals, the largest of all ranks."""
+        if not self._any_rank_holds():
+            return 0.0
+        norms = [norm for roles in self._synchronizer.residuals.norms().values() for norm in roles.values()]
+        return float(self._calibration.largest(np.array([math.hypot(*norms)]))[0])
 
     def _passes_while(self, goes_on: Callable[[], bool]) -> Script[None]:
         """Let steps pass while optimizers have not decided on them, or residuals are left. All ranks count the same."""
@@ -371,12 +400,12 @@ class Autopilot:
 
     def _predict(self, table: PlanTable, timing: Timing, costs: Costs) -> dict[Candidate, float]:
         """Predict seconds of a step by each candidate."""
-        predicted = {self._unchosen: native_step(timing, costs) if self._unchosen == NATIVE else table.dense_step}
-        is_allowed = not self._given and self._feedback is None and any(each.spec == "fp16" for each in self._methods)
-        if is_allowed and timing.nbytes_of_half < timing.nbytes:
+        allowed, unchosen = self.allowed, self.allowed.unchosen
+        predicted = {unchosen: native_step(timing, costs) if unchosen == NATIVE else table.dense_step}
+        if allowed.native_fp16 and timing.nbytes_of_half < timing.nbytes:
             predicted[NATIVE_FP16] = native_step(timing, costs, "fp16")
-        if table.compresses or (self._unchosen == NATIVE and not table.native):
-            predicted[Candidate.of(table, given=self._given)] = table.step
+        if table.compresses or (unchosen == NATIVE and not table.native):
+            predicted[Candidate.of(table, given=allowed.given, later=allowed.undecided)] = table.step
         return predicted
 
     # -- costs -----------------------------------------------------------------------------------------------
@@ -400,11 +429,11 @@ class Autopilot:
     @property
     def _specs(self) -> list[str]:
         """Compressors to measure: those that a tensor is large enough for or has, and the casts of small ones."""
-        shapes = [spec.shape for spec in self._tensors.values()]
-        given = {spec_of(entry.compressor) for entry in self._given.values() if entry.compressor.name in names()}
+        shapes = [spec.shape for spec in self.allowed.tensors.values()]
+        given = {spec_of(entry.compressor) for entry in self.allowed.given.values() if entry.compressor.name in names()}
         return sorted(given) + [
             method.spec
-            for method in self._methods
+            for method in self.allowed.methods
             if method.spec in (*levels.CASTS, levels.DENSE.spec)
             or not all(is_small(shape, self._min_elements_of(method)) for shape in shapes)
         ]

@@ -59,12 +59,25 @@ class Candidate:
     baseline: bool = False
 
     @classmethod
-    def of(cls, table: PlanTable, name: str = "", given: Mapping[str, PlanEntry] = MappingProxyType({})) -> Candidate:
-        """The candidate of a planner's table, with the entries of the tensors that the planner does not plan."""
+    def of(
+        cls,
+        table: PlanTable,
+        name: str = "",
+        given: Mapping[str, PlanEntry] = MappingProxyType({}),
+        later: Plan | None = None,
+    ) -> Candidate:
+        """The candidate of a planner's table.
+
+        Args:
+            table: The table.
+            name: Name for people; None for that of the compressors.
+            given: Entries of the tensors that the planner does not plan.
+            later: Plan of the tensors that are frozen now; None for dense.
+        """
         specs = sorted({row.spec for row in table.rows if row.spec != "none"})
         choices = tuple((row.spec, row.strategy, row.partitions) for row in table.rows)
         name = name or f"gradwire, {' and '.join(specs) or 'dense'}"
-        later = Plan("none", feedback=table.feedback or None)  # for tensors that are frozen now
+        later = later or Plan("none", feedback=table.feedback or None)
         return cls(name, choices=choices, plan=Plan.of_entries({**table.entries(), **given}, later), table=table)
 
     @property
@@ -73,12 +86,23 @@ class Candidate:
         return self.plan is not None
 
     @property
+    def casts_to_fp16(self) -> bool:
+        """Whether any gradient is cast to fp16, whose range is narrow."""
+        if self.plan is None:
+            return self.hook == "fp16"
+        return self.table is not None and any(row.spec == "fp16" for row in self.table.rows)
+
+    @property
     def kind(self) -> str:
         """One of `KINDS`."""
         if self.plan is None:
             return FP32 if self.hook == "fp32" else HALF
         is_dense = self.baseline or (self.table is not None and not self.table.compresses)
         return FP32 if is_dense else GRADWIRE
+
+
+NATIVE = Candidate("DDP's all-reduce")
+NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", hook="fp16")
 
 
 def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:

@@ -17,16 +17,20 @@ class Reason(NamedTuple):
     """Why it is time to decide.
 
     Attributes:
-        kind: What has changed since the last decision. ``"no gain"`` if a candidate of higher fidelity was faster.
+        kind: What has changed since the last decision. ``"no gain"`` if a candidate of higher fidelity was faster,
+            ``"rules"`` if what is allowed has changed.
         text: The reason in words.
     """
 
-    kind: Literal["start", "step", "synchronizing", "link", "no gain"]
+    kind: Literal["start", "step", "synchronizing", "link", "no gain", "rules"]
     text: str
 
 
 START = Reason("start", "at the start")
 NO_GAIN = Reason("no gain", "steps take longer than those of a candidate of higher fidelity did")
+MOMENTUM = Reason("rules", "the optimizer has momentum now")
+MISFIT = Reason("rules", "gradients no longer fit fp16")
+MORE_TENSORS = Reason("rules", "further parameters are trained")
 
 
 def change_of(kept: Timing, now: Timing) -> Reason | None:

@@ -17,8 +17,8 @@ from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
 from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import NATIVE, REST_STEPS, TIMED_STEPS, WINDOW
-from gradwire.tuning.candidates import Candidate
+from gradwire.tuning.auto import REST_STEPS, TIMED_STEPS, WINDOW
+from gradwire.tuning.candidates import NATIVE, Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
 
@@ -27,10 +27,11 @@ CHEAP = CodecCosts(LinearCost(0, 1e-9), LinearCost(0, 1e-9), LinearCost(0, 1e-9)
 DENSE = CodecCosts(LinearCost(0, 1e-9), LinearCost(0, 1e-9), LinearCost(0, 1e-9), payload_bytes=LinearCost(0, 4))
 
 
-def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+def there_and_back(rank: int, world_size: int, steps: int, dtype: str = "float32") -> dict[str, Any]:
     """By DDP, by a plan that compresses, and by DDP again; with gradients that do not depend on the parameters."""
     torch.manual_seed(0)
-    model = nn.Linear(128, 64, bias=False)
+    element: torch.dtype = getattr(torch, dtype)
+    model = nn.Linear(128, 64, bias=False).to(element)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
     handle = gw.attach(ddp, "auto", optimizer=optimizer)  # dense, so small a tensor travels in a batch
@@ -39,8 +40,9 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
     shape = tuple(model.weight.shape)
     costs = Costs(world_size, (SLOW,), {"none": DENSE, "onebit": CHEAP})
     table = plan(
-        [PlannedTensor("weight", shape)], costs, [RankedCompressor("onebit", ("scatter_reduce",))], min_elements=0
-    )
+        [PlannedTensor("weight", shape, element)], costs, [RankedCompressor("onebit", ("scatter_reduce",))],
+        min_elements=0,
+    )  # fmt: skip
     assert table.compresses
     begun = model.weight.detach().double()
     held, links = [], []
@@ -63,7 +65,7 @@ def there_and_back(rank: int, world_size: int, steps: int) -> dict[str, Any]:
         ]
         expected -= sum(grad.double() for grad in grads) / world_size
         optimizer.zero_grad()
-        (ddp(torch.eye(128)) * grads[rank].T).sum().backward()
+        (ddp(torch.eye(128, dtype=element)) * grads[rank].T).sum().backward()
         optimizer.step()
         ways.append(pilot.current.name)
     error = (model.weight.double() - expected).norm() / (expected - begun).norm()
@@ -217,7 +219,7 @@ def frozen_at_attach(rank: int, world_size: int) -> dict[str, Any]:
         optimizer.zero_grad()
         ddp(torch.full((1, 64), 1.0 + rank + step)).sum().backward()
         optimizer.step()
-    found = {"hash": fingerprint(model.parameters()), "way": pilot.current.name, "tensors": list(pilot._tensors)}
+    found = {"hash": fingerprint(model.parameters()), "way": pilot.current.name, "tensors": list(pilot.allowed.tensors)}
     handle.detach()
     return found
 
@@ -266,6 +268,27 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
     dist.barrier()  # rank 0 has the store
     one.close()
     return [costs.to_json(), largest.tolist(), told]
+
+
+def too_large_for_fp16(rank: int, world_size: int) -> dict[str, Any]:
+    """Gradients of a summed loss, which are infinite in fp16."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(256, 128))
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer, fidelity="near-lossless")
+    pilot = handle.autopilot
+    assert pilot is not None
+    losses = []
+    while not pilot.decisions:
+        optimizer.zero_grad()
+        loss = (1e6 * ddp(torch.ones(8, 256) + rank).square()).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    names = [candidate.name for candidate in pilot.decisions[0].predicted]
+    specs = sorted({row.spec for row in pilot.decisions[0].table.rows})
+    handle.detach()
+    return {"losses": losses, "candidates": names, "specs": specs, "hash": fingerprint(ddp.parameters())}
 
 
 def small_tensors(rank: int, world_size: int) -> list[str]:

@@ -187,7 +187,7 @@ def _trial(pilot: Autopilot) -> Script[None]:
     """A plan is tried, whatever it is predicted to bring."""
     cheap = CodecCosts(LinearCost(0, 0), LinearCost(0, 0), LinearCost(0, 0), payload_bytes=LinearCost(0, 0.1))
     costs = Costs(2, (LinkCosts(1e-3, 1e-6),), {"none": cheap, "onebit": cheap})
-    gradients = [PlannedTensor(name, spec.shape) for name, spec in pilot._tensors.items()]
+    gradients = [PlannedTensor(name, spec.shape) for name, spec in pilot.allowed.tensors.items()]
     yield from pilot.switch(
         Candidate.of(plan(gradients, costs, [RankedCompressor("onebit", ("scatter_reduce",))], min_elements=0))
     )

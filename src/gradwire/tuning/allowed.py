@@ -1,0 +1,115 @@
+"""What `auto` may choose from in a job: by the user's rules, the optimizer, and the range of the gradients.
+
+What suffers from momentum is allowed only while the optimizer has none, and fp16 only while gradients fit its range.
+Both can change while a model trains: a scheduler may give momentum to an optimizer, and gradients shrink or grow.
+Tensors that were frozen at attach may come, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gradwire.core import torch_private
+from gradwire.core.spec import TensorSpec
+from gradwire.planner import fidelity as levels
+from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.synchronizer import Synchronizer
+from gradwire.tuning.candidates import NATIVE, Candidate
+from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, Reason
+from gradwire.tuning.fp16_range import HEADROOM, misfit
+
+STATE = 3
+"""Length of `Allowed.state`."""
+MISFIT_IN_USE = 4.0
+"""Misfit from which on fp16 is given up; above 1, so that what was chosen is not given up at once."""
+
+
+class Allowed:
+    """What is allowed. All ranks `update` it with the same figures.
+
+    Args:
+        synchronizer: Synchronizer of the module.
+        rules: The user's plan, in which the rule of some tensors is ``"auto"``.
+        fidelity: Level of fidelity; see `gradwire.planner.fidelity`.
+        knows_optimizer: Whether `gcomp` may be used.
+        has_momentum: Returns whether the optimizer applies momentum, as far as one knows.
+
+    Attributes:
+        undecided: The rules, with dense tensors where `auto` decides.
+        feedback: Momentum correction, or None.
+        methods: Compressors that are allowed.
+    """
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        rules: Plan,
+        fidelity: str,
+        knows_optimizer: bool,
+        has_momentum: Callable[[], bool],
+    ) -> None:
+        self.undecided = rules.without_auto()
+        self.feedback = self.undecided.feedback
+        self._synchronizer = synchronizer
+        self._rules = rules
+        self._fidelity = fidelity
+        self._knows_optimizer = knows_optimizer and self.feedback is None
+        self._has_momentum = has_momentum
+        self._misfit = 0.0  # of this rank's gradients, when they were last looked at
+        self._momentum, self._num_tensors = False, 0  # at the last update
+        self.update(self.state())
+
+    @property
+    def given(self) -> dict[str, PlanEntry]:
+        """Entries of the tensors that the user has given a method."""
+        return self._rules.given_entries(self._synchronizer.tensors)
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Tensors to decide about. Those that were frozen at attach come later."""
+        given = self.given
+        return {name: spec for name, spec in self._synchronizer.tensors.items() if name not in given}
+
+    @property
+    def unchosen(self) -> Candidate:
+        """What needs no decision: nothing is compressed but what the user has named."""
+        if self.feedback is not None:
+            return Candidate("gradwire, dense with velocities", plan=self.undecided, baseline=True)
+        if any(not entry.compressor.dense for entry in self.given.values()):
+            return Candidate("gradwire, dense where auto decides", plan=self.undecided, baseline=True)
+        return NATIVE
+
+    @property
+    def native_fp16(self) -> bool:
+        """Whether DDP's fp16 hook is allowed, which rounds whole buckets."""
+        return not self.given and self.feedback is None and any(each.spec == "fp16" for each in self.methods)
+
+    def look(self, bucket: torch_private.GradBucket) -> None:
+        """Look at the range of a bucket's gradients, of all buckets of a step."""
+        # A GradScaler skips steps whose gradients are too large.
+        headroom = HEADROOM if self._synchronizer.residuals.loss_scale == 1.0 else 1.0
+        worst = misfit(bucket.gradients(), self._synchronizer.world_size, headroom)
+        self._misfit = worst if bucket.index() == 0 else max(self._misfit, worst)
+
+    def state(self) -> np.ndarray:
+        """What it depends on, on this rank: momentum, misfit to fp16, and number of tensors, float64[STATE]."""
+        return np.array([self._has_momentum(), self._misfit, len(self._synchronizer.tensors)], np.float64)
+
+    def update(self, state: np.ndarray) -> None:
+        """Update it by the largest `state` of all ranks."""
+        has_momentum, worst, self._num_tensors = state.tolist()
+        self._momentum = bool(has_momentum)
+        found = levels.methods(self._fidelity, optimizer=self._knows_optimizer, momentum=self._momentum)
+        self.methods = [method for method in found if worst <= 1 or method.spec != "fp16"]
+
+    def change(self, state: np.ndarray, current: Candidate) -> Reason | None:
+        """Return what has changed since the last update, by the largest `state` of all ranks; None if nothing has."""
+        has_momentum, worst, num_tensors = state.tolist()
+        if has_momentum and not self._momentum:
+            return MOMENTUM
+        if worst > MISFIT_IN_USE and current.casts_to_fp16:
+            return MISFIT
+        return MORE_TENSORS if num_tensors > self._num_tensors else None
