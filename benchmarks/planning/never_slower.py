@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.accuracy.time_to_accuracy import Task
+from benchmarks.intervals import interval
 from benchmarks.keys import key_of
 from benchmarks.options import Rates, Seconds, listed
 from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
@@ -161,6 +162,7 @@ class Verdict:
         step: Median step of the method in seconds.
         rival_step: The rival's.
         ratio: Median of the ratios.
+        mean: Mean of the ratios, and half of its 95 % interval.
         worst: The smallest ratio of one run.
         control: The least and the largest ratio of a rival to itself.
     """
@@ -172,6 +174,7 @@ class Verdict:
     step: float
     rival_step: float
     ratio: float
+    mean: tuple[float, float]
     worst: float
     control: tuple[float, float]
 
@@ -191,7 +194,7 @@ class Verdict:
             itself = [steps[twin.removesuffix(AGAIN)][run] / step for run, step in steps[twin].items()]
         return cls(
             rows[0]["workload"], rows[0]["rate"], method, rival, medians[method], medians[rival],
-            statistics.median(ratios), min(ratios), (min(itself), max(itself)),
+            statistics.median(ratios), interval(ratios), min(ratios), (min(itself), max(itself)),
         )  # fmt: skip
 
     @property
@@ -212,8 +215,8 @@ def table(rows: Sequence[Row]) -> str:
     """A Markdown table of the cells, and how many hold."""
     found = verdicts(rows)
     lines = [
-        "| | | rival | its step, ms | step, ms | ratio | worst run | rival against itself | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | | rival | its step, ms | step, ms | ratio | mean | worst run | rival against itself | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *map(_line, found),
     ]
     holding = sum(each.holds for each in found)
@@ -223,8 +226,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def _line(found: Verdict) -> str:
     rate = rate_text(None if found.rate == UNSHAPED else found.rate)
-    low, high = found.control
+    (low, high), (mean, half) = found.control, found.mean
     return (
         f"| {found.workload} | {rate} | {label(found.rival)} | {1e3 * found.rival_step:.1f} | {1e3 * found.step:.1f} "
-        f"| {found.ratio:.2f} | {found.worst:.2f} | {low:.2f} to {high:.2f} | {'' if found.holds else 'slower'} |"
+        f"| {found.ratio:.2f} | {mean:.3f} ± {half:.3f} | {found.worst:.2f} | {low:.2f} to {high:.2f} "
+        f"| {'' if found.holds else 'slower'} |"
     )

@@ -23,6 +23,7 @@ def rows(steps, workload="text", rate="100mbit"):
 def test_a_method_is_compared_with_the_better_rival_run_by_run():
     found = Verdict.of(rows({"auto": [1, 2, 1, 2, 1, 1], "ddp-fp32": [9] * RUNS, "ddp-fp16": [2, 4, 2, 4, 1, 3]}))
     assert (found.rival, found.rival_step, found.step) == ("ddp-fp16", 2.5, 1)
+    assert found.mean == pytest.approx((2, 0.664), abs=1e-3)  # 2.571 / 6 ** 0.5 times a deviation of 0.632
     assert (found.ratio, found.worst) == (2, 1)  # 2, 2, 2, 2, 1, 3: a slow moment of both does not count
     assert found.control == (2.5 / 4, 2.5 / 1)
 
@@ -54,8 +55,10 @@ def test_the_table_has_a_line_for_each_cell_and_counts_those_that_hold():
         ("text", "100mbit", True), ("deep", "none", False),
     ]  # fmt: skip
     text = table(record)
-    assert "| text | 100 Mb/s | DDP fp32 | 2000.0 | 1000.0 | 2.00 | 2.00 | 1.00 to 1.00 |  |" in text
-    assert "| deep | unshaped | DDP fp32 | 1000.0 | 2000.0 | 0.50 | 0.50 | 1.00 to 1.00 | slower |" in text
+    assert "| text | 100 Mb/s | DDP fp32 | 2000.0 | 1000.0 | 2.00 | 2.000 ± 0.000 | 2.00 | 1.00 to 1.00 |  |" in text
+    assert (
+        "| deep | unshaped | DDP fp32 | 1000.0 | 2000.0 | 0.50 | 0.500 ± 0.000 | 0.50 | 1.00 to 1.00 | slower |" in text
+    )
     assert text.endswith("`auto` is not slower in 1 of 2 cells.")
 
 
