@@ -87,12 +87,15 @@ class Allowed:
         """Whether DDP's fp16 hook is allowed, which rounds whole buckets."""
         return not self.given and self.feedback is None and any(each.spec == "fp16" for each in self.methods)
 
+    def begin_look(self) -> None:
+        """Begin a step whose gradients are looked at."""
+        self._misfit = 0.0
+
     def look(self, bucket: torch_private.GradBucket) -> None:
-        """Look at the range of a bucket's gradients, of all buckets of a step."""
+        """Look at the range of a bucket's gradients."""
         # A GradScaler skips steps whose gradients are too large.
         headroom = HEADROOM if self._synchronizer.residuals.loss_scale == 1.0 else 1.0
-        worst = misfit(bucket.gradients(), self._synchronizer.world_size, headroom)
-        self._misfit = worst if bucket.index() == 0 else max(self._misfit, worst)
+        self._misfit = max(self._misfit, misfit(bucket.gradients(), self._synchronizer.world_size, headroom))
 
     def state(self) -> np.ndarray:
         """What it depends on, on this rank: momentum, misfit to fp16, and number of tensors, float64[STATE]."""

@@ -154,11 +154,14 @@ class Autopilot:
         self.count_rested()
         self._clock.begin()
         self._num_steps += 1
+        self._looks = self._num_steps == 2  # the very first gradients of some models are zeros
         self._synchronizer.wait()
         if self._rest_steps:  # this step would rest, had not the handle something else to do
             self._rest_steps -= 1
         else:
             next(self._script)
+        if self._looks:
+            self.allowed.begin_look()
 
     def rests(self) -> bool:
         """Whether this step is DDP's own all-reduce and nothing else. Called at its first bucket."""
@@ -193,9 +196,9 @@ class Autopilot:
             self._answers, self._figures = self._calibration.post(self._figures), None
         self._is_queued |= bucket.buffer().device.type != "cpu"
         timing = self._clock.ready(names, bucket.buffer())
-        if self._samples and self._num_steps > 1:  # the very first gradients of some models are zeros
+        if self._samples and self._num_steps > 1:  # see `boundary`
             self._sample = self._sampled(bucket, names) or self._sample
-        if self._looks or self._num_steps == 2:
+        if self._looks:
             self.allowed.look(bucket)
         future = submit() if self.current.gradwire else self._native_average(bucket, names)
 
@@ -320,9 +323,10 @@ class Autopilot:
                 yield
                 steps.append(self.last)
             self._figures = np.concatenate([self.allowed.state(), typical(steps)])
-            self._looks, windows = self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0, windows + 1
+            self._looks = self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0
+            windows += 1
             yield  # they are sent, and the answers arrive, together with this step's gradients
-            answers, self._answers, self._figures, self._looks = self._answers, None, None, False
+            answers, self._answers, self._figures = self._answers, None, None
             if answers is None:
                 continue  # that step had no dense bucket
             state, figures = np.split(answers(), [STATE])
