@@ -247,7 +247,7 @@ def run(
     minutes: Annotated[float, typer.Option(help="Minutes after which no further part starts.")] = math.inf,
     steps: Annotated[int, typer.Option(help="Steps of a training.")] = 3000,
     every: Annotated[int, typer.Option(help="Steps between validations.")] = 50,
-    seconds: Seconds = 8.0,
+    seconds: Seconds = 5.0,
     loopback: Annotated[bool, typer.Option("--loopback", help="Predict step times instead of shaping links.")] = False,
     *,
     done: Set[tuple[str, ...]],
