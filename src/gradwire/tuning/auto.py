@@ -82,7 +82,7 @@ STRIKES = 2  # windows out of bounds, less those within, before links are measur
 LASTING = 5.0  # seconds of these windows, likewise, since other work on a machine comes and goes
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
-PASSES = 32  # most steps to wait for optimizers to step, and for residuals to be sent
+PASSES = 32  # most steps to wait for optimizers to step, or for residuals to be sent
 IN_VAIN = 3  # steps after which residuals have not become less, and are not waited for
 RANGE_WINDOWS = 8  # windows from one look at the range of gradients to the next, while none is cast to fp16
 
@@ -387,7 +387,7 @@ class Autopilot:
         return float(self._calibration.largest(np.array([math.hypot(*norms)]))[0])
 
     def _passes_while(self, goes_on: Callable[[], bool]) -> Script[None]:
-        """Let steps pass while optimizers have not decided on them, or residuals are left. All ranks count the same."""
+        """Let steps pass while optimizers have not decided on them. All ranks count the same."""
         for _ in range(PASSES):
             if not goes_on():
                 return
