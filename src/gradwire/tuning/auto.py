@@ -31,9 +31,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -41,8 +40,6 @@ import torch.distributed as dist
 
 from gradwire.compressors.base.registry import names, spec_of
 from gradwire.core import torch_private
-from gradwire.core.events import Event
-from gradwire.core.spec import ElementRange
 from gradwire.observe.notices import seldom, tell
 from gradwire.planner import PlanTable
 from gradwire.planner import fidelity as levels
@@ -53,10 +50,8 @@ from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import is_small
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.allowed import STATE, Allowed
-from gradwire.tuning.calibration import SIZES, Calibration, CalibrationSample
+from gradwire.tuning.calibration import Calibration, CalibrationSample, sampled
 from gradwire.tuning.candidates import (
-    FP32,
-    HOOKS,
     NATIVE,
     NATIVE_FP16,
     Candidate,
@@ -66,6 +61,7 @@ from gradwire.tuning.candidates import (
 )
 from gradwire.tuning.change import NO_GAIN, START, Reason, change_of
 from gradwire.tuning.choice import Decision, choose, fidelity_of, margin, worth_a_trial
+from gradwire.tuning.native import NativeAverage
 from gradwire.tuning.step_clock import StepClock, StepTiming, Timing, typical
 from gradwire.tuning.trials import Script, Trials
 
@@ -122,7 +118,7 @@ class Autopilot:
         self.decisions: list[Decision] = []
         self.settled = False
         self._synchronizer = synchronizer
-        self._group = group
+        self._native = NativeAverage(synchronizer, group)
         self.allowed = Allowed(synchronizer, rules or Plan("auto"), fidelity, aux is not None, momentum)
         self.current = self.allowed.unchosen
         self._aux = aux
@@ -141,8 +137,6 @@ class Autopilot:
         self._looks = False  # whether to look at the range of this step's gradients
         self._num_steps = 0
         self._rest_steps = 0  # still to come
-        self._rested = 0  # steps that are not in the report yet
-        self._native_events: dict[str, tuple[Event, Event]] = {}  # of the last native step: submit and done, by bucket
         self._figures: np.ndarray | None = None  # to be sent with the next bucket
         self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
         self._script = self._run()
@@ -168,7 +162,7 @@ class Autopilot:
         if self._rest_steps == 0:
             return False
         self._rest_steps -= 1
-        self._rested += 1
+        self._native.rested += 1
         return True
 
     @property
@@ -178,16 +172,11 @@ class Autopilot:
 
     def native(self, bucket: torch_private.GradBucket) -> Future:
         """Average a bucket of a step that rests."""
-        is_half = self.current.kind != FP32 and not torch_private.is_sparse(bucket)
-        return HOOKS[self.current.hook if is_half else "fp32"](self._group, bucket)
+        return self._native.rest(bucket, self.current)
 
     def count_rested(self) -> None:
         """Emit the events of the steps that rested, so that the report includes them."""
-        times, self._rested = self._rested, 0
-        for submit, done in self._native_events.values() if times else ():
-            detail = {**submit.detail, "sent_bytes": times * submit.detail["sent_bytes"]}
-            self._synchronizer.events.emit(submit._replace(nbytes=times * submit.nbytes, detail=detail))
-            self._synchronizer.events.emit(done._replace(duration=times * done.duration, detail={"syncs": times}))
+        self._native.count_rested()
 
     def average(self, bucket: torch_private.GradBucket, names: Iterable[str], submit: Callable[[], Future]) -> Future:
         """Average a bucket by the current candidate. `submit` averages it by gradwire."""
@@ -197,54 +186,16 @@ class Autopilot:
         self._is_queued |= bucket.buffer().device.type != "cpu"
         timing = self._clock.ready(names, bucket.buffer())
         if self._samples and self._num_steps > 1:  # see `boundary`
-            self._sample = self._sampled(bucket, names) or self._sample
+            self._sample = sampled(bucket, names, self._aux, self._sample) or self._sample
         if self._looks:
             self.allowed.look(bucket)
-        future = submit() if self.current.gradwire else self._native_average(bucket, names)
+        future = submit() if self.current.gradwire else self._native.average(bucket, names, self.current)
 
         def arrived(done: Future) -> torch.Tensor:
             self._clock.done(timing)
             return done.value()
 
         return future.then(arrived)
-
-    def _native_average(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> Future:
-        """Run DDP's own all-reduce, and emit the events of a tensor of ours. The bytes are those of a ring."""
-        buffer, world_size, events = bucket.buffer(), self._synchronizer.world_size, self._synchronizer.events
-        begun, row, sends = time.monotonic(), f"bucket {bucket.index()}", 2 * (world_size - 1)
-        itemsize = buffer.element_size() if self.current.kind == FP32 else 2
-        sent_bytes = sends * buffer.numel() * itemsize // world_size
-        detail = {"method": self.current.name, "elements": buffer.numel(), "members": names, "sent_bytes": sent_bytes}
-        submit = Event("submit", begun, tensor=row, nbytes=sends * buffer.nbytes // world_size, detail=detail)
-        events.emit(submit)
-
-        def arrived(mean: Future) -> torch.Tensor:
-            done = Event("done", begun, time.monotonic() - begun, row)
-            self._native_events[row] = submit, done
-            events.emit(done)
-            return mean.value()
-
-        return HOOKS[self.current.hook](self._group, bucket).then(arrived)
-
-    def _sampled(self, bucket: torch_private.GradBucket, names: Sequence[str]) -> CalibrationSample | None:
-        """Copy some of a bucket's gradients, and what gcomp needs with those of its largest tensor.
-
-        None if the sample so far is no worse: one with what gcomp needs is better, and of two such the larger one. Or
-        if not all are finite, as in the first steps with a GradScaler, before which an optimizer has no state.
-        """
-        found = bucket.buffer()[: SIZES[-1]]
-        name, own = max(zip(names, bucket.gradients(), strict=True), key=lambda pair: pair[1].numel())
-        aux = {} if self._aux is None or own.dim() < 2 else self._aux(name, ElementRange(0, own.numel()))
-        known = (False, 0) if self._sample is None else (bool(self._sample.aux), self._sample.grad.numel())
-        if (bool(aux), found.numel()) <= known:
-            return None
-        if not (found.isfinite().all() and own.isfinite().all()):
-            return None
-        grad = found.detach().to("cpu", torch.float32, copy=True)
-        if not aux:
-            return CalibrationSample(grad)
-        copied = {key: values.to("cpu", torch.float32, copy=True) for key, values in aux.items()}
-        return CalibrationSample(grad, own.detach().reshape(-1).to("cpu", torch.float32, copy=True), copied)
 
     def restart(self) -> None:
         """Start over, and flush residuals that were loaded."""

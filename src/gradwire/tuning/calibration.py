@@ -19,10 +19,13 @@ import torch
 
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
+from gradwire.core import torch_private
+from gradwire.core.spec import ElementRange
 from gradwire.lang.turns import in_turns
 from gradwire.planner.costs import SHARED, CodecCosts, Costs, LinkCosts
 from gradwire.planner.curves import Cost, Curve, LinearCost
 from gradwire.sync.exchange import MAX_NUMBERS
+from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.measure_codec import measure_add, measure_codec, measure_task
 from gradwire.tuning.measure_link import measure_links
@@ -52,6 +55,31 @@ class CalibrationSample(NamedTuple):
         if compressor.needs_optimizer and self.own is not None:
             return self.own, self.aux
         return self.grad, {}
+
+
+def sampled(
+    bucket: torch_private.GradBucket,
+    names: Sequence[str],
+    aux_of: OptimizerSlices | None,
+    known: CalibrationSample | None,
+) -> CalibrationSample | None:
+    """Copy some of a bucket's gradients, and what gcomp needs with those of its largest tensor.
+
+    None if the sample so far is no worse: one with what gcomp needs is better, and of two such the larger one. Or if
+    not all are finite, as in the first steps with a GradScaler, before which an optimizer has no state.
+    """
+    found = bucket.buffer()[: SIZES[-1]]
+    name, own = max(zip(names, bucket.gradients(), strict=True), key=lambda pair: pair[1].numel())
+    aux = {} if aux_of is None or own.dim() < 2 else aux_of(name, ElementRange(0, own.numel()))
+    if (bool(aux), found.numel()) <= ((False, 0) if known is None else (bool(known.aux), known.grad.numel())):
+        return None
+    if not (found.isfinite().all() and own.isfinite().all()):
+        return None
+    grad = found.detach().to("cpu", torch.float32, copy=True)
+    if not aux:
+        return CalibrationSample(grad)
+    copied = {key: values.to("cpu", torch.float32, copy=True) for key, values in aux.items()}
+    return CalibrationSample(grad, own.detach().reshape(-1).to("cpu", torch.float32, copy=True), copied)
 
 
 class Calibration:
