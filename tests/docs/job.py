@@ -52,11 +52,14 @@ def end(script: ExitStack, done: list[str]) -> None:
 
 
 def run(block: Block, names: Namespace) -> None:
-    """Run a block. Calls of `attach` one after another are alternatives: each gets a module of its own."""
+    """Run a block. Calls of `attach` one after another are alternatives: each gets a module of its own.
+
+    A compound statement that attaches has detached what was there before.
+    """
     print(f"begin {block.name}\n", end="", flush=True)
     tree = ast.parse("\n" * block.line + block.source, block.page)
     for statement in tree.body:
-        if "gw.attach(" in ast.unparse(statement):
+        if isinstance(statement, ast.Assign | ast.Expr) and "gw.attach(" in ast.unparse(statement):
             if "handle" in names:
                 finish(names)
                 renew(names)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.tuning.candidates import Candidate
 
 Namespace = dict[str, Any]
 
@@ -125,14 +126,16 @@ def attached() -> Iterator[Namespace]:
 
 @contextmanager
 def decided() -> Iterator[Namespace]:
-    """A module under auto that has made a decision."""
+    """A module under auto that has chosen a plan."""
     with ddp() as names:
         handle = gw.attach(names["ddp"], "auto", optimizer=names["optimizer"], fidelity="exact")
         names["handle"] = handle
         for step in range(1000):
             names["train"](names["batches"][step % 4])
-            if handle.autopilot.decisions and handle.autopilot.decisions[-1].table:
+            if handle.autopilot.decisions:
                 break
+        # Here DDP's own all-reduce may be as fast as the plan, or not; the plan is what there is to save.
+        handle.autopilot.current = Candidate.of(handle.autopilot.decisions[-1].table)
         yield names
 
 

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from gradwire.core.files import write_whole
 from gradwire.kernels.cpu.compile import fingerprint
 
 _modules: dict[str, ModuleType] = {}
@@ -33,7 +34,7 @@ def load(name: str, source: str) -> ModuleType:
     if key not in _modules:
         path = folder() / f"{key}.py"
         if not path.exists():
-            _write(path, source)
+            write_whole(path, source)
         spec = importlib.util.spec_from_file_location(f"gradwire_generated.{key}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -61,11 +62,3 @@ def _digest(source: str) -> str:
     runtime = (Path(__file__).parent / "targets" / "numba" / "runtime.py").read_bytes()
     digest = hashlib.blake2b(source.encode() + runtime + fingerprint().encode(), digest_size=8)
     return digest.hexdigest()
-
-
-def _write(path: Path, source: str) -> None:
-    """Write atomically: other processes never see part of a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "w") as file:
-        file.write(source)
-    os.replace(temporary, path)

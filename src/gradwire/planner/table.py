@@ -15,6 +15,7 @@ from typing import Any
 
 from gradwire.compressors.base.registry import DENSE_NAME, compressor_of
 from gradwire.core.errors import OptionError
+from gradwire.core.files import write_whole
 from gradwire.planner.documents import expect_fields, read_document
 from gradwire.sync.fusion import is_fused
 from gradwire.sync.plan import Plan
@@ -183,8 +184,8 @@ class PlanTable:
         return table
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json())
+        """Write `to_json` to a file. All ranks may write the same one."""
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> PlanTable:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gradwire.compressors.base.registry import compressor_of
 from gradwire.core.errors import OptionError
+from gradwire.core.files import write_whole
 from gradwire.kernels.cpu.compile import fingerprint
 from gradwire.planner.costs import Costs, LinkCosts
 from gradwire.simulate.frames import measure_frame
@@ -66,7 +67,7 @@ def machine_costs(
         costs = replace(known, codecs={**known.codecs, **measured})
     with contextlib.suppress(OSError):  # if nothing can be written, the next call measures again
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, costs.to_json())
+        write_whole(path, costs.to_json())
     return costs
 
 
@@ -77,13 +78,6 @@ def _read(path: Path, stamp: str) -> Costs | None:
     except (OSError, UnicodeDecodeError, OptionError):
         return None
     return known if known.made_by == stamp else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file at once, so that no other process reads half of it."""
-    temporary = path.with_suffix(f".{os.getpid()}.part")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _stamp() -> str:

@@ -19,8 +19,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -28,6 +26,7 @@ from statistics import NormalDist
 import numpy as np
 
 from gradwire.core.errors import OptionError
+from gradwire.core.files import write_whole
 from gradwire.lang import cache
 
 MAX_BITS = 8
@@ -108,7 +107,8 @@ def stored(bits: int, granularity: int, p: float) -> Table:
     found = _read(path, bits, granularity, p)
     if found is None:
         found = solve(bits, granularity, p)
-        _write(path, found)
+        with contextlib.suppress(OSError):  # if nothing can be written, the table is found again later
+            write_whole(path, json.dumps(asdict(found)))
     return found
 
 
@@ -182,12 +182,3 @@ def _read(path: Path, bits: int, granularity: int, p: float) -> Table | None:
         return found if known and ascends and ends and cost(found.values, granularity, p) == found.cost else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-
-
-def _write(path: Path, table: Table) -> None:
-    """Write atomically, so that no other process sees half a table. If it fails, the table is found again later."""
-    with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(table), file)
-        os.replace(temporary, path)
