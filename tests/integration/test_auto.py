@@ -52,6 +52,22 @@ def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
         assert rank["losses"][-1] < rank["losses"][0]
 
 
+@pytest.mark.parametrize(("case", "given", "reason"), [
+    ("momentum", "gradwire, threelc", "the optimizer has momentum now"),
+    ("fp16", "DDP's all-reduce in fp16", "gradients no longer fit fp16"),
+    ("rule", "DDP's all-reduce", "further parameters are trained"),
+])  # fmt: skip
+def test_what_is_no_longer_allowed_is_given_up(case: str, given: str, reason: str) -> None:
+    """However fast it is."""
+    ranks = results(launch("auto.no_longer_allowed", 2, case=case))
+    assert len({rank["hash"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank["ways"] == ranks[0]["ways"] and given in rank["ways"]
+        assert rank["reason"] == reason
+        assert given not in rank["measured"] and rank["chosen"] != given
+        assert (rank["method"] == "onebit") == (case == "rule")
+
+
 def test_with_momentum_correction_it_is_sgd_with_momentum_whatever_it_chooses() -> None:
     ranks = results(launch("auto.corrects_momentum", 3, steps=6))
     assert len({rank["hash"] for rank in ranks}) == 1

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gradwire.compressors.base.registry import DENSE_NAME
 from gradwire.core import torch_private
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import fidelity as levels
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.tuning.candidates import NATIVE, Candidate
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, Reason
 from gradwire.tuning.fp16_range import HEADROOM, misfit
 
@@ -86,6 +87,15 @@ class Allowed:
     def native_fp16(self) -> bool:
         """Whether DDP's fp16 hook is allowed, which rounds whole buckets."""
         return not self.given and self.feedback is None and any(each.spec == "fp16" for each in self.methods)
+
+    def allows(self, candidate: Candidate) -> bool:
+        """Whether a candidate is allowed."""
+        if candidate == self.unchosen:
+            return True
+        if candidate.table is None:
+            return candidate == NATIVE_FP16 and self.native_fp16
+        specs = {DENSE_NAME, *(method.spec for method in self.methods)}
+        return all(row.spec in specs for row in candidate.table.rows)
 
     def begin_look(self) -> None:
         """Begin a step whose gradients are looked at."""

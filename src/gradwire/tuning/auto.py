@@ -211,9 +211,22 @@ class Autopilot:
             yield
         yield from self.switch(self.allowed.unchosen)
         timing = yield from self._trials.time(warm_up=1)
-        reason, strikes = START, STRIKES
+        yield from self._go_on(START, timing)
+
+    def _go_on(self, reason: Reason, timing: Timing) -> Script[None]:
+        """Decide, and decide again whenever something has changed.
+
+        Args:
+            reason: Why it is time to decide.
+            timing: Timing of the current candidate.
+        """
+        strikes = STRIKES
         while True:
             before, paid = (self.current, self._link), reason.kind != "no gain"
+            self.allowed.update(self._calibration.largest(self.allowed.state()))
+            if not self.allowed.allows(self.current):
+                yield from self.switch(self.allowed.unchosen)
+                timing = yield from self._trials.time()
             kept, rival = yield from self._decide(reason, timing)
             # A decision that has changed nothing makes the next one wait longer.
             changed = (self.current, self._link) != before and paid
@@ -227,7 +240,6 @@ class Autopilot:
             The timing of the candidate that is kept, and seconds of a step by the fastest of higher fidelity.
         """
         allowed = self.allowed
-        allowed.update(self._calibration.largest(allowed.state()))
         costs = self._calibrate(timing)
         (table,) = plan_tables(
             self._synchronizer, allowed.tensors, timing, costs, allowed.methods, fidelity=self.fidelity,
@@ -269,12 +281,14 @@ class Autopilot:
             if not self.current.gradwire and not changed:
                 self._rest_steps = REST_STEPS
                 yield  # of the step after these
+            if self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0:
+                self._looks = True
+                yield  # of a step that is not timed, since looking takes time
             steps: list[StepTiming] = []
             for _ in range(WINDOW):
                 yield
                 steps.append(self.last)
             self._figures = np.concatenate([self.allowed.state(), typical(steps)])
-            self._looks = self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0
             windows += 1
             yield  # they are sent, and the answers arrive, together with this step's gradients
             answers, self._answers, self._figures = self._answers, None, None

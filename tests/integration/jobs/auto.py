@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
 from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.tuning.auto import REST_STEPS, TIMED_STEPS, WINDOW
-from gradwire.tuning.candidates import NATIVE, Candidate
+from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
 
@@ -289,6 +290,48 @@ def too_large_for_fp16(rank: int, world_size: int) -> dict[str, Any]:
     specs = sorted({row.spec for row in pilot.decisions[0].table.rows})
     handle.detach()
     return {"losses": losses, "candidates": names, "specs": specs, "hash": fingerprint(ddp.parameters())}
+
+
+def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
+    """What is in use is no longer allowed: by momentum, large gradients, or the rule of a tensor that was frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].requires_grad_(case != "rule")  # DDP has buckets for it
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    handle = gw.attach(ddp, {"0.*": "onebit", "*": "auto"} if case == "rule" else "auto", optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    costs = Costs(world_size, (SLOW,), {"none": DENSE, "threelc": CHEAP})
+    method = RankedCompressor("threelc", ("allgather",))
+    tensors = [PlannedTensor(name, tuple(each.shape)) for name, each in model.named_parameters()]
+    table = plan(tensors, costs, [method], min_elements=0)
+    given = {"momentum": Candidate.of(table), "fp16": NATIVE_FP16, "rule": NATIVE}[case]
+
+    def script() -> Script[None]:
+        yield from pilot.switch(given)
+        timing = yield from pilot._trials.time(warm_up=1)
+        reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=float("inf"))
+        yield from pilot._go_on(reason, timing)
+
+    pilot._script = script()
+    ways, factor = [], 1.0
+    while not pilot.decisions:
+        ways.append(pilot.current.name)
+        if len(ways) == 4 * (REST_STEPS + WINDOW):
+            factor = 1e7 if case == "fp16" else 1.0
+            optimizer.param_groups[0]["momentum"] = 0.9 if case == "momentum" else 0.0
+        optimizer.zero_grad()
+        (factor * ddp(torch.full((1, 64), 1.0 + rank)).sum()).backward()
+        optimizer.step()
+    (decision,) = pilot.decisions
+    found = {
+        "hash": fingerprint(model.parameters()), "ways": ways, "reason": decision.reason,
+        "measured": [candidate.name for candidate in decision.measured], "chosen": decision.chosen.name,
+        "method": handle.synchronizer.plan.entry("0.weight", TensorSpec((64, 64))).compressor.name,
+    }  # fmt: skip
+    handle.detach()
+    return found
 
 
 def small_tensors(rank: int, world_size: int) -> list[str]:
