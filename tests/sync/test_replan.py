@@ -9,6 +9,7 @@ from gradwire.compressors.base import registry
 from gradwire.core.errors import DisagreementError, OptionError, SyncError
 from gradwire.core.spec import TensorSpec
 from gradwire.sync.plan import Plan
+from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import GradientSlice, Synchronizer
 from tests.sync.harness import ranks
 
@@ -117,7 +118,41 @@ def test_what_is_left_for_an_unbiased_compressor_is_sent_once(method: str, parti
         assert group.each(run) == [[True, True, False, False]] * 2
 
 
-@pytest.mark.parametrize("method", ["int8", "int8shared", "fp16"])
+@pytest.mark.parametrize("partitions", [1, 2])  # one is fused
+def test_what_an_owner_held_in_two_roles_becomes_one_residual(partitions: int) -> None:
+    """Under signsgd it encodes its own gradient and the sum, and keeps what each of them leaves."""
+
+    def held_twice(one: Synchronizer) -> int:
+        places = torch.zeros(2, NUMEL)
+        state = one.residuals.state_dict()
+        for place, role in zip(places, ("local", "aggregate"), strict=True):
+            for offset, values in state[role].get("w", {}).items():
+                place[int(offset) : int(offset) + len(values)] = values
+        return int(torch.count_nonzero(places.prod(0)))
+
+    def run(one: Synchronizer) -> tuple[int, int]:
+        for step in range(3):
+            take_step(one, step)
+        before = held_twice(one)
+        one.replan(plan("onebit", "scatter_reduce", partitions))
+        for step in range(3, 6):
+            take_step(one, step)
+        return before, held_twice(one)
+
+    with ranks(2, plan("signsgd", "scatter_reduce", partitions, "error")) as group:
+        before, after = zip(*group.each(run), strict=True)
+    assert sum(before) > 0.9 * NUMEL and sum(after) == 0
+
+
+def rules(method: str) -> Plan:
+    """A plan in which one method has all tensors; dense ones travel alone."""
+    if method not in ("ring", "scatter_reduce"):
+        return Plan(method, strategy="allgather", partitions=1, min_elements=0)
+    dense = PlanEntry(registry.make("none"), method, None, "none", batched=False)
+    return Plan.of_entries(dict.fromkeys("abc", dense))
+
+
+@pytest.mark.parametrize("method", ["int8", "int8shared", "fp16", "ring", "scatter_reduce"])
 def test_what_travels_together_does_not_depend_on_the_residuals_of_a_rank(method: str) -> None:
     """Only rank 0 has ever used one of the tensors, so only it holds a residual of it."""
     names = ("a", "b", "c")
@@ -127,7 +162,7 @@ def test_what_travels_together_does_not_depend_on_the_residuals_of_a_rank(method
         applied = torch.zeros(len(names), NUMEL, dtype=torch.float64)
         for step in range(6):
             if step == 3:
-                one.replan(Plan(method, strategy="allgather", partitions=1, min_elements=0))
+                one.replan(rules(method))
             one.begin_step()
             grads = [gradient(one.rank, 10 * step + index).view(90, 100) for index in range(len(names))]
             used = [True, True, one.rank == 0]

@@ -235,4 +235,5 @@ class SliceTable:
                 kept.append(one)
             elif other is not None:
                 one.twin = other.twin = None
+                self.version += 1  # so that whoever keeps slices asks again
         self._twins = kept

@@ -164,6 +164,6 @@ def make_codec(job: TensorJob, residuals: Residuals, rank: int, world_size: int,
     kind: type[PayloadCodec] = PayloadCodec
     if isinstance(job.layout.entry.compressor, SummableCompressor):
         kind = AccumulatorCodec
-    elif job.layout.entry.adds_in_place and not job.layout.flushes:
+    elif job.layout.entry.adds_in_place:
         kind = DenseCodec
     return kind(job, residuals, rank, world_size, seed)

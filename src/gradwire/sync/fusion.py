@@ -153,7 +153,7 @@ class DenseGroup(NamedTuple):
 def flush_residuals(
     members: Sequence[TensorLayout], values: torch.Tensor, used: Sequence[bool], residuals: Residuals, world_size: int
 ) -> None:
-    """Add the residuals of a dense group's tensors to its values. What 16 bits cannot hold becomes the new residual."""
+    """Add the residuals of dense tensors to their values. What 16 bits cannot hold becomes the new residual."""
     start = 0
     for member, is_used in zip(members, used, strict=True):
         piece = values[start : start + member.count]
@@ -237,7 +237,7 @@ class SubmissionLayout:
             if entry.batched:
                 dense.setdefault(key, []).append(member)
                 continue
-            if entry.feedback == "none":
+            if entry.feedback == "none" and not entry.adds_in_place:  # residuals of dense tensors are added to them
                 self.without_feedback.append(member.name)
             if is_fused(entry, full_count):
                 groups.setdefault(key, []).append(member)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
+import torch
 
 from gradwire.core.errors import SyncError
 from gradwire.core.events import Event
@@ -172,17 +173,29 @@ class Launcher:
         self, layout: TensorLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> TensorJob:
         values, used = submission.staging.flat(layout.index), slices[layout.index].used
+        if layout.entry.adds_in_place:
+            self._flush([layout], values, slices, submission)
         return TensorJob(layout, values, next(self._rounds), step, used, self._aux_of(layout))
 
     def _dense_group(
         self, group: DenseGroup, slices: Sequence[GradientSlice], submission: Submission, step: int
     ) -> TensorJob:
         values = submission.staging.joined([member.index for member in group.members])
-        if any(self._holds(member.name) for member in group.members):
-            submission.staging.wait_loaded()
-            used = [slices[member.index].used for member in group.members]
-            flush_residuals(group.members, values, used, self._runtime.residuals, self._world_size)
+        self._flush(group.members, values, slices, submission)
         return TensorJob(group.layout, values, next(self._rounds), step)
+
+    def _flush(
+        self,
+        members: Sequence[TensorLayout],
+        values: torch.Tensor,
+        slices: Sequence[GradientSlice],
+        submission: Submission,
+    ) -> None:
+        """Add to dense gradients what another plan has left, so that what is sent does not tell who had residuals."""
+        if any(self._holds(member.name) for member in members):
+            submission.staging.wait_loaded()
+            used = [slices[member.index].used for member in members]
+            flush_residuals(members, values, used, self._runtime.residuals, self._world_size)
 
     def _group(
         self, layout: FusionLayout, slices: Sequence[GradientSlice], submission: Submission, step: int
