@@ -280,9 +280,10 @@ def test_the_scale_of_residuals_is_not_known_if_attach_was_told_of_no_scaler_or_
         handle.detach()
 
 
-def test_a_step_that_a_foreign_gradient_lets_a_scaler_skip_is_rolled_back() -> None:
+@pytest.mark.parametrize("fused", [False, True])  # a fused optimizer skips within its step
+def test_a_step_that_a_foreign_gradient_lets_a_scaler_skip_is_rolled_back(fused: bool) -> None:
     ddp, foreign = wrapped(), torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([*ddp.parameters(), foreign], 0.1)
+    optimizer = torch.optim.SGD([*ddp.parameters(), foreign], 0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     handle = gw.attach(ddp, "threelc", optimizer=optimizer, scaler=scaler)
     residuals, key = handle.synchronizer.residuals, ResidualKey("0.weight", ElementRange(0, 3))

@@ -113,6 +113,15 @@ def test_each_number_is_taken_once_whatever_the_order():
     assert receiver.replayed > WINDOW
 
 
+def test_an_old_number_costs_no_memory():
+    """One bit for each number since would be 2^60 bits."""
+    sender, receiver = DatagramSender(KEY), DatagramReceiver(KEY)
+    old = datagram(sender)
+    receiver._next = 1 << 60
+    assert opened(receiver, old) is None
+    assert receiver.replayed == 1
+
+
 def test_a_forged_number_does_not_move_the_window():
     sender, receiver = DatagramSender(KEY), DatagramReceiver(KEY)
     good = datagram(sender)

@@ -118,6 +118,25 @@ def test_a_rank_whose_time_is_over_before_the_verdict_names_who_has_not_come() -
     assert caught.value.rank == 2
 
 
+def test_if_a_rank_has_given_up_the_others_do_not_go_on() -> None:
+    """Its document is there when rank 0 comes."""
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeoutError):
+        agree(store, 1, 3, "topic", {}, SHORT)
+    late = outcomes([{}, None, {}], LONG, store)
+    assert [error.rank for error in (late[0], late[2]) if isinstance(error, PeerTimeoutError)] == [0, 0]
+
+
+def test_a_rank_that_gives_up_as_rank_0_lets_all_go_on_follows() -> None:
+    store = dist.HashStore()
+    store.add("topic/outcome", 2)  # rank 0 has
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(agree, store, 1, 2, "topic", {}, SHORT)
+        time.sleep(SHORT.total_seconds() + 1.5)  # its deadline, and half of a second more
+        store.set("topic/verdict", '{"missing": [], "difference": null, "notes": ["", ""]}')
+        assert late.result(30) == ["", ""]
+
+
 def test_the_error_of_a_lost_rank_counts_before_the_end_of_the_store() -> None:
     """Rank 0's process holds the store: both are lost at the same time."""
 

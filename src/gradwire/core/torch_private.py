@@ -206,6 +206,15 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def skips_within_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step that ends now has changed nothing, because gradients of a GradScaler were not finite.
+
+    A GradScaler leaves that to optimizers that are fused, and calls them in any case.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf > 0)
+
+
 def stepping_scaler() -> torch.amp.GradScaler | None:
     """Return the enabled GradScaler whose `step` is calling this, as optimizer hooks need; None if there is none."""
     code = torch.amp.GradScaler.step.__code__

@@ -289,7 +289,8 @@ class Handle(ObservedHandle):
         else:
             self._at_the_end(bucket, first, self._end_backward)
         if bucket.is_last() and joined:
-            self.synchronizer.commit()  # no optimizer steps here, but this rank still owns residuals of sums
+            for names in self._optimizers.owned or (None,):  # as on the ranks whose optimizers step
+                self.synchronizer.commit(names)  # none does here, but this rank still owns residuals of sums
         return future
 
     def _submit(

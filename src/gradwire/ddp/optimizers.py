@@ -198,7 +198,9 @@ class Optimizers:
 
         return args[:1], kwargs | {"closure": checked}
 
-    def _after_step(self, owner: Owner, *_: Any) -> None:
+    def _after_step(self, owner: Owner, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch_private.skips_within_step(optimizer):
+            return
         owner.backwards, owner.steps_now, self.any_step = 0, False, True
         after = self._after() if self._after is not None else None
         if after is not None:

@@ -110,8 +110,10 @@ class DatagramReceiver:
             self._seen = (self._seen << min(ahead, WINDOW) | 1) & _WINDOW_BITS
             self._next = number + 1
             return True
+        if -ahead >= WINDOW:  # first: a bit for an old number would take memory
+            return False
         bit = 1 << -ahead
-        if -ahead >= WINDOW or self._seen & bit:
+        if self._seen & bit:
             return False
         self._seen |= bit
         return True

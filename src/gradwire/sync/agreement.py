@@ -1,7 +1,8 @@
 """Agreement: before any data is sent, ranks compare their configuration, and all raise if they differ.
 
 Each rank publishes a document (plain data) in the job's store. Rank 0 compares the documents and publishes a verdict
-that every rank reads. Either all ranks go on, or all raise `DisagreementError` with the same message.
+that every rank reads. Either all ranks go on, or all raise: `DisagreementError` with the same message, or
+`PeerTimeoutError` if any rank has given up before rank 0 had all documents.
 
 Keys that all ranks have read are deleted. If a rank does not come in time, the verdict stays in the store for it.
 """
@@ -66,10 +67,14 @@ def agree(
     verdict: dict[str, Any]
     deadline = time.monotonic() + timeout.total_seconds()
     *keys, decision = *(f"{topic}/{peer}" for peer in range(world_size)), f"{topic}/verdict"
+    # Number of ranks that have given up, plus the number of ranks once rank 0 lets all go on. Who adds first decides.
+    outcome = f"{topic}/outcome"
     store.set(keys[rank], json.dumps([document, note], sort_keys=True))
     if rank == 0:
         texts = [_wait(store, key, deadline, lost) for key in keys]
         missing = [peer for peer, text in enumerate(texts) if text is None]
+        if not missing and store.add(outcome, world_size) != world_size:
+            missing = [0]  # it came when others had given up
         verdict = {"missing": missing, "difference": None, "notes": []}
         if not missing:
             documents, verdict["notes"] = zip(*(json.loads(text) for text in texts if text is not None))
@@ -77,6 +82,8 @@ def agree(
         store.set(decision, json.dumps(verdict))
     # If a rank is late, rank 0 publishes its verdict only at the deadline.
     answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0), lost)
+    if answer is None and rank != 0 and _give_up(store, outcome) > world_size:
+        answer = _wait(store, decision, time.monotonic() + _GRACE_SECONDS, lost)
     if answer is None:
         verdict = {"missing": _missing(store, keys) or [0], "difference": None}
     else:
@@ -85,7 +92,7 @@ def agree(
         _wait_until_read(store, topic, world_size - 1 - len(verdict["missing"]))
     if answer is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            receive(store, topic, world_size, [*keys, decision])
+            receive(store, topic, world_size, [*keys, decision, outcome])
     if verdict["missing"]:
         raise PeerTimeoutError(
             f"{_ranks(verdict['missing'])} did not reach this call within {timeout.total_seconds():g} s ({topic}). "
@@ -142,6 +149,13 @@ def share(
         )
     receive(store, topic, world_size - 1, [topic])
     return found
+
+
+def _give_up(store: Store, outcome: str) -> int:
+    """Count this rank as one that has given up. Returns the sum with it; 0 if the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        return store.add(outcome, 1)
+    return 0
 
 
 def _missing(store: Store, keys: Sequence[str]) -> list[int]:

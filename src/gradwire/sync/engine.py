@@ -420,7 +420,11 @@ class Engine(ProcessBound):
         try:
             run.finish()
         except BaseException as error:
+            with self._work:
+                is_over = self.error is not None or self._closing
             self.fail(raised(error, run, op_of(run, FINISH)))
+            if is_over:  # others were told while this run counted as ended
+                run.fail(self.error or closed())
             return
         with self._work:
             self._active.discard(run)
