@@ -17,8 +17,8 @@ from gradwire.core.errors import SyncError
 from gradwire.core.events import EventStream
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.engine import Engine
-from gradwire.sync.operations import Draft, FrameKey, Op, Operations, Primitive
-from gradwire.sync.run import FrameFields, Run
+from gradwire.sync.operations import Draft, FrameFields, FrameKey, Op, Operations, Primitive
+from gradwire.sync.run import Run
 from gradwire.wire.frame import FrameKind
 from tests.net.memory import MemoryNetwork
 from tests.net.recorder import Recorder, body, header, start
@@ -117,13 +117,13 @@ class Script(Draft):
         done: Callable[[], Any] = lambda: None,
         failed: Callable[[SyncError], Any] = lambda error: None,
     ) -> Run:
-        run = Run(Operations(self.ops), self._functions, name, round, FrameFields(tensor), priority)
+        run = Run(Operations(self.ops, FrameFields(tensor)), self._functions, name, round, priority)
         run.on_done, run.on_failed = done, failed  # type: ignore[method-assign]
         return run
 
 
 def key(peer: int = 1, kind: FrameKind = FrameKind.PAYLOAD, stage: int = 0, partition: int = 0) -> FrameKey:
-    return FrameKey(peer, kind, stage, partition)
+    return FrameKey(peer, kind, stage, 0, 0, partition, 0, 0)
 
 
 def asking(answer: Future[int] | None = None, name: str = "w", round: int = 0) -> Run:

@@ -179,20 +179,31 @@ def test_a_copy_that_fails_ends_the_engine() -> None:
 def test_every_field_of_the_header_tells_frames_apart() -> None:
     """All frames come early and in another order than they are asked for."""
     keys = [key(), key(stage=1), key(partition=1), key(kind=FrameKind.STATS), key(kind=FrameKind.AGGREGATE), key(2)]
-    jobs = [(0, 0), (1, 0), (0, 1)]  # round and tensor
     with setup(3) as made:
         sent = {}
-        for index, ((round, tensor), each) in enumerate(reversed(list(itertools.product(jobs, keys)))):
-            fields = {name: value for name, value in each._asdict().items() if name != "peer"}
-            content = made.send(each.peer, 10 + index, round=round, tensor=tensor, **fields)
-            sent[round, tensor, each] = content.tobytes()
+        for index, (round, each) in enumerate(reversed(list(itertools.product(range(3), keys)))):
+            fields = {name: getattr(each, name) for name in ("kind", "stage", "partition")}
+            content = made.send(each.peer, 10 + index, round=round, **fields)
+            sent[round, each] = content.tobytes()
         found = {}
-        for round, tensor in jobs:
-            run, got = receiving(*keys, round=round, tensor=tensor)
+        for round in range(3):
+            run, got = receiving(*keys, round=round)
             made.engine.run(run)
             made.engine.wait_idle()
-            found |= {(round, tensor, each): content for each, content in got.items()}
+            found |= {(round, each): content for each, content in got.items()}
     assert found == sent
+
+
+@pytest.mark.parametrize("field", ["tensor", "offset", "count", "members"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_frame_of_other_tensors_is_refused_at_once(field: str, is_early: bool) -> None:
+    with setup() as made:
+        if is_early:
+            made.send(1, **{field: 1})
+        made.engine.run(receiving(key(), name="w")[0])
+        if not is_early:
+            made.send(1, **{field: 1})
+        assert "Rank 1 sent a part of w that this rank does not wait for" in str(failure_of(made.engine))
 
 
 def test_a_run_ends_when_the_last_of_many_frames_has_come() -> None:
@@ -231,7 +242,7 @@ def test_a_frame_that_a_run_does_not_wait_for_is_an_error_that_names_its_sender(
             made.send(2, partition=5)
         error = failure_of(made.engine)
         assert "Rank 2 sent a part of" in str(error)
-        assert "Submit the same tensors, in the same calls and order, on every rank." in str(error)
+        assert "Make the same gradwire calls on every rank, with the same tensors in the same order." in str(error)
         assert error.rank == 2
 
 

@@ -259,12 +259,12 @@ def test_only_the_first_failure_counts() -> None:
 def test_a_failure_is_located_at_what_was_waited_for_of_that_rank() -> None:
     with setup(3) as made:
         for peer, name in ((1, "one"), (2, "two")):
-            made.engine.run(receiving(key(peer), name=name, round=5, tensor=peer)[0])
+            made.engine.run(receiving(key(peer), name=name, round=4 + peer)[0])
         made.network.kill(2)
         error = failure_of(made.engine)
         assert isinstance(error, (PeerLostError, PeerFailedError))
         assert (error.rank, error.tensor, error.phase) == (2, "two", "recv stage 0")
-        assert "(tensor two, recv stage 0, round 5)" in str(error)
+        assert "(tensor two, recv stage 0, round 6)" in str(error)
 
 
 def test_a_failure_between_steps_says_so() -> None:

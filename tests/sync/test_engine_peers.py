@@ -113,7 +113,7 @@ def test_a_rank_that_lacks_a_first_stage_is_blamed_before_a_rank_that_waits_for_
     """Rank 1 cannot send its aggregate while rank 2's frame is missing, so rank 2 is to blame."""
     with setup(3, stall=0.6) as made:
         made.engine.run(receiving(key(1, stage=1))[0])
-        made.engine.run(receiving(key(2, stage=0), tensor=1)[0])
+        made.engine.run(receiving(key(2, stage=0), round=1)[0])
         assert failure_of(made.engine).rank == 2
 
 

@@ -13,7 +13,7 @@ from gradwire.sync.chunk import Chunk
 from gradwire.sync.drawing import operations_of_rank
 from gradwire.sync.job import TensorLayout
 from gradwire.sync.nodes import grouped
-from gradwire.sync.operations import Draft, FrameKey, Operations, predecessors
+from gradwire.sync.operations import Draft, FrameFields, FrameKey, Operations, predecessors
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.strategies import operations_of, peer_strategies
 from gradwire.wire.frame import FrameKind
@@ -28,7 +28,7 @@ def diamond() -> Operations:
     draft.send_frame(first, 1, FrameKind.PAYLOAD, CHUNK, 0, "send own")
     both = draft.add("merge", "merge", "merge both", CHUNK, [first, received], [first])
     draft.add("decode", "decode", "decode", CHUNK, [both], [first])
-    return Operations(draft.ops)
+    return Operations(draft.ops, FrameFields(tensor=7, offset=40))
 
 
 def test_an_operation_counts_what_it_waits_for_and_knows_what_follows() -> None:
@@ -37,7 +37,7 @@ def test_an_operation_counts_what_it_waits_for_and_knows_what_follows() -> None:
     assert operations.successors == [(2, 3, 4), (3,), (), (4,), ()]
     assert operations.num_users == [2, 1, 0, 1, 0]
     assert operations.roots == [0]
-    assert operations.recvs == {FrameKey(2, FrameKind.PAYLOAD, 1, 0): 1}
+    assert operations.recvs == {FrameKey(2, FrameKind.PAYLOAD, 1, 7, 0, 0, offset=40, numel=8): 1}
     assert operations.senders == {2}
 
 
@@ -46,7 +46,7 @@ def test_a_frame_that_two_operations_wait_for_is_refused() -> None:
     for _ in range(2):
         draft.recv_frame(2, FrameKind.PAYLOAD, CHUNK, 1, "recv")
     with pytest.raises(AssertionError, match="each frame has one recv"):
-        Operations(draft.ops)
+        Operations(draft.ops, FrameFields(0))
 
 
 @pytest.mark.parametrize("strategy", peer_strategies())

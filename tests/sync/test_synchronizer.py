@@ -742,7 +742,32 @@ def test_exchanges_that_differ_between_ranks_say_what_to_do(tmp_path: Path) -> N
     with ranks(2, Plan("none"), dump_dir=tmp_path) as group:
         for error in group.outcomes(lambda one: one.exchange(np.ones(2 + one.rank)).wait()):
             assert isinstance(error, SyncError)
-            assert "Make the same gradwire calls on every rank." in str(error)
+            assert "Make the same gradwire calls on every rank, with the same tensors in the same order." in str(error)
+
+
+@pytest.mark.parametrize("method", ["none", "threelc"])
+@pytest.mark.parametrize("submitted", [
+    [[("a", 0)], [("a", 50)]],  # ranges of a tensor
+    [[("a", 0), ("b", 0)], [("a", 0), ("c", 0)]],
+    [[("a", 0), ("b", 0)], [("b", 0), ("a", 0)]],
+    [[("a", 0)], [("b", 0)]],
+])  # fmt: skip
+@pytest.mark.parametrize("min_elements", [0, 1 << 20])  # 0: not fused, if there are several partitions
+def test_ranks_that_submit_other_tensors_or_ranges_learn_it_at_once(
+    method: str, submitted: list[list[tuple[str, int]]], min_elements: int, tmp_path: Path
+) -> None:
+    plan = Plan(method, strategy="scatter_reduce", partitions=2, min_elements=min_elements)
+
+    def run(one: Synchronizer) -> None:
+        one.begin_step()
+        one.submit([GradientSlice(name, torch.ones(50), offset) for name, offset in submitted[one.rank]])
+        one.wait()
+
+    tensors, options = {name: TensorSpec((100,)) for name in "abc"}, {"stall_timeout": timedelta(seconds=600)}
+    with ranks(2, plan, tensors=tensors, dump_dir=tmp_path, **options) as group:
+        for error in group.outcomes(run):
+            assert isinstance(error, SyncError)
+            assert "Make the same gradwire calls on every rank, with the same tensors in the same order." in str(error)
 
 
 def test_no_future_stays_open_after_a_failure(tmp_path: Path) -> None:

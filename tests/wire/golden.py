@@ -33,6 +33,7 @@ FRAMES: dict[str, tuple[Header, bytes]] = {
         ),
         bytes(range(100)),
     ),
+    "group": (Header(FrameKind.PAYLOAD, tensor=1 << 31, count=6, members=0x01020304), bytes(24)),
     "aggregate": (
         Header(FrameKind.AGGREGATE, compressor=9, sender=1, epoch=5, round=6, count=8),
         np.arange(8, dtype="<i2").tobytes(),

@@ -40,7 +40,7 @@ from gradwire.net.challenges import CHALLENGE_BYTES, Challenges
 from gradwire.wire.frame import HEADER_BYTES, FrameKind, Header, pack, without_seal
 from gradwire.wire.mac import TAG_BYTES, FrameMac
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 INTEGRITIES = ("crc", "mac")
 """How the frames of a connection may be protected. All processes of a job choose the same."""
 NONCE_BYTES = CHALLENGE_BYTES

@@ -9,7 +9,7 @@ from gradwire.wire.payload import Payload
 
 
 class EarlyFrames:
-    """Frames that nothing waits for yet, by round and tensor.
+    """Frames that nothing waits for yet, by round.
 
     Args:
         world_size: Number of ranks.
@@ -23,7 +23,7 @@ class EarlyFrames:
     def __init__(self, world_size: int, limit: int) -> None:
         self.limit = limit
         self.nbytes = [0] * world_size
-        self._frames: dict[tuple[int, int], dict[FrameKey, Payload]] = {}
+        self._frames: dict[int, dict[FrameKey, Payload]] = {}
 
     def check(self, peer: int, header: Header) -> None:
         """Check that a frame could be kept.
@@ -38,18 +38,18 @@ class EarlyFrames:
                 f"(limit {self.limit}). Submit the same tensors in the same order on every rank."
             )
 
-    def keep(self, name: tuple[int, int], key: FrameKey, payload: Payload) -> bool:
+    def keep(self, round: int, key: FrameKey, payload: Payload) -> bool:
         """Keep a frame. Returns False, and does nothing, if it has come before."""
-        frames = self._frames.setdefault(name, {})
+        frames = self._frames.setdefault(round, {})
         if key in frames:
             return False
         frames[key] = payload
         self.nbytes[key.peer] += _nbytes(payload)
         return True
 
-    def take(self, name: tuple[int, int]) -> dict[FrameKey, Payload]:
-        """Return the frames of a tensor in a round, and keep them no longer."""
-        frames = self._frames.pop(name, {})
+    def take(self, round: int) -> dict[FrameKey, Payload]:
+        """Return the frames of a round, and keep them no longer."""
+        frames = self._frames.pop(round, {})
         for key, payload in frames.items():
             self.nbytes[key.peer] -= _nbytes(payload)
         return frames

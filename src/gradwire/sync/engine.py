@@ -156,10 +156,9 @@ class Engine(ProcessBound):
             for index in operations.roots:
                 self._push(run, index)
             if operations.recvs:
-                name = run.round, run.fields.tensor
-                assert name not in self._waits.receiving, "a round has one run for a tensor"
-                self._waits.receiving[name] = run
-                for key, payload in self.early_frames.take(name).items():
+                assert run.round not in self._waits.receiving, "a round has one run"
+                self._waits.receiving[run.round] = run
+                for key, payload in self.early_frames.take(run.round).items():
                     if key not in operations.recvs:
                         self.fail(unasked(key.peer, run.name))
                         return
@@ -274,19 +273,19 @@ class Engine(ProcessBound):
         if header.length < MIN_BYTES:
             return None
         with self._work:
-            run = self._waits.receiving.get((header.round, header.tensor))
+            run = self._waits.receiving.get(header.round)
             index = None if run is None else run.operations.recvs.get(_key_of(peer, header))
             if run is None or index is None or not (run.pending[index] and run.operations.overwrites[index]):
                 return None
             return run.destination(run.operations.ops[index].chunk, header.length)
 
     def _on_frame(self, peer: int, header: Header, body: np.ndarray) -> None:
-        name, key = (header.round, header.tensor), _key_of(peer, header)
+        key = _key_of(peer, header)
         payload = Payload.received(body, header.flags, header.sender)
         with self._work:
-            run = self._waits.receiving.get(name)
+            run = self._waits.receiving.get(header.round)
             if run is None:
-                if not self.early_frames.keep(name, key, payload):
+                if not self.early_frames.keep(header.round, key, payload):
                     self.fail(sent_twice(header))
                 return
             index = run.operations.recvs.get(key)
@@ -342,7 +341,7 @@ class Engine(ProcessBound):
             run.remaining -= 1
             if run.remaining == 0:
                 if operations.recvs:
-                    del self._waits.receiving[run.round, run.fields.tensor]
+                    del self._waits.receiving[run.round]
                 self._push(run, FINISH)
 
     def _loop(self) -> None:
@@ -390,7 +389,7 @@ class Engine(ProcessBound):
 
     def _send(self, run: Run, op: Op, payload: Payload, on_sent: Callable[[], None] | None = None) -> None:
         assert op.peer is not None and op.frame is not None
-        fields, chunk = run.fields, op.chunk
+        fields, chunk = run.operations.fields, op.chunk
         header = Header(
             op.frame,
             compressor=self._dense if op.dense else fields.compressor,
@@ -404,6 +403,7 @@ class Engine(ProcessBound):
             partition=chunk.index,
             offset=fields.offset + chunk.offset,
             count=chunk.count,
+            members=fields.members,
         )
         start = time.monotonic()
         self.transport.send(op.peer, header, payload.body, on_sent)
@@ -478,4 +478,5 @@ class Engine(ProcessBound):
 
 
 def _key_of(peer: int, header: Header) -> FrameKey:
-    return FrameKey(peer, header.kind, header.stage, header.partition)
+    where = header.partition, header.offset, header.count
+    return FrameKey(peer, header.kind, header.stage, header.tensor, header.members, *where)

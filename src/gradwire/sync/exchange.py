@@ -15,8 +15,8 @@ import numpy as np
 
 from gradwire.core.errors import SyncError
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.operations import Draft, Operations
-from gradwire.sync.run import FrameFields, Run
+from gradwire.sync.operations import Draft, FrameFields, Operations
+from gradwire.sync.run import Run
 from gradwire.wire.frame import FrameKind
 from gradwire.wire.payload import Payload
 
@@ -55,9 +55,7 @@ class ExchangeRun(Run):
         on_failed: Callable[[SyncError], None] = lambda error: None,
     ) -> None:
         codec = _ExchangeCodec(mine, rank, world_size, use)
-        super().__init__(
-            _operations(rank, world_size, mine.size, what), codec, name, round, FrameFields(EXCHANGE_TENSOR)
-        )
+        super().__init__(_operations(rank, world_size, mine.size, what), codec, name, round)
         self._on_done = on_done
         self._on_failed = on_failed
 
@@ -77,7 +75,7 @@ def _operations(rank: int, world_size: int, count: int, what: str) -> Operations
         draft.send_frame(mine, peer, FrameKind.STATS, numbers, 0, f"send {what}")
         rows.append(draft.recv_frame(peer, FrameKind.STATS, numbers, 0, f"recv {what}"))
     draft.add("merge", "gather", f"compare {what}", numbers, rows)
-    return Operations(draft.ops)
+    return Operations(draft.ops, FrameFields(EXCHANGE_TENSOR))
 
 
 class _ExchangeCodec:

@@ -17,6 +17,7 @@ planner chooses by cost.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ class FusionLayout:
         self.detail = job_detail(self.entry, self.count, self.names)
         self.tensor = members[0].tensor | FUSION_FLAG
         self.nbytes = self.count * self.dtype.itemsize
-        self.fields = members[0].fields._replace(tensor=self.tensor, offset=0)
+        self.fields = members[0].fields._replace(tensor=self.tensor, offset=0, members=_hash_of(members))
         self.prepared: dict[int, Any] = {}
         self.members_of_chunk: list[list[int]] = []
 
@@ -146,8 +147,14 @@ class DenseGroup(NamedTuple):
             group_name(names), first.tensor | FUSION_FLAG, first.entry, first.dtype, count, rotation=rotation
         )
         layout.names, layout.counts = names, [member.count for member in members]
+        layout.members = _hash_of(members)
         layout.detail = job_detail(first.entry, count, names)
         return cls(layout, members)
+
+
+def _hash_of(members: Sequence[TensorLayout]) -> int:
+    """CRC-32 of the tensors and ranges of a group. Ranks that group others must not add them up."""
+    return zlib.crc32(repr([(each.tensor, each.offset, each.count) for each in members]).encode())
 
 
 def flush_residuals(

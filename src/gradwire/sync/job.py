@@ -13,10 +13,9 @@ from gradwire.core.spec import ELEMENT_TYPES, ElementRange, TensorSpec
 from gradwire.residuals import policies
 from gradwire.residuals.policies import Policy
 from gradwire.sync.chunk import Chunk
-from gradwire.sync.operations import Operations
+from gradwire.sync.operations import FrameFields, Operations
 from gradwire.sync.optimizer_view import OptimizerView
 from gradwire.sync.plan_entry import PlanEntry
-from gradwire.sync.run import FrameFields
 
 
 class TensorLayout:
@@ -38,6 +37,7 @@ class TensorLayout:
         detail: Event detail of its submissions.
         names: Names of the tensors that it consists of: of one, or of the members of a group.
         counts: Number of values of each of these.
+        members: Hash of the members of a group; 0 for a single tensor.
         flushes: Whether this rank holds residuals of it that the plan would not send.
     """
 
@@ -66,13 +66,15 @@ class TensorLayout:
         self.rotation = rotation
         self.names: Sequence[str] = [name]
         self.counts: Sequence[int] = [count]
+        self.members = 0
         self.flushes = False
         self.detail = job_detail(entry, count, self.names)
 
     @cached_property
     def fields(self) -> FrameFields:
         """Header fields of its frames."""
-        return FrameFields(self.tensor, self.offset, code(self.entry.compressor.name), ELEMENT_TYPES[self.dtype])
+        compressor, dtype = code(self.entry.compressor.name), ELEMENT_TYPES[self.dtype]
+        return FrameFields(self.tensor, self.offset, compressor, dtype, self.members)
 
     @property
     def policy(self) -> Policy:

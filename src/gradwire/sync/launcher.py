@@ -62,7 +62,7 @@ class JobRun(Run):
         codec, operations = STRATEGIES[layout.entry.strategy].codec(job, runtime), layout.operations
         if operations.num_encoders:
             codec.encode_from(operations.first_stage, operations.num_encoders)
-        super().__init__(operations, codec, layout.name, job.round, layout.fields, priority)
+        super().__init__(operations, codec, layout.name, job.round, priority)
         self._job = job
         self._submission = submission
         self._events = runtime.events

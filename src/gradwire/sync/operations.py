@@ -48,17 +48,56 @@ class Op(NamedTuple):
     dense: bool = False
 
 
+class FrameFields(NamedTuple):
+    """Header fields that all frames of a job have in common, in every step.
+
+    Attributes:
+        tensor: Index of the tensor in the agreed order of names.
+        offset: Global element index of the job's first value.
+        compressor: Id of the compressor in the registry; 0 if there is none.
+        dtype: Code of the element type; 0 if there is none.
+        members: Hash of the members of a group; 0 for a single tensor.
+    """
+
+    tensor: int
+    offset: int = 0
+    compressor: int = 0
+    dtype: int = 0
+    members: int = 0
+
+
 class FrameKey(NamedTuple):
-    """The frame that a `recv` waits for. Unique within a job."""
+    """The frame that a `recv` waits for. Unique within a job.
+
+    Attributes:
+        peer: Rank that sends it.
+        kind: Kind of the payload.
+        stage: Stage that it leaves.
+        tensor: See `FrameFields`.
+        members: See `FrameFields`.
+        partition: Index of the chunk.
+        offset: First element of the chunk in the full tensor.
+        numel: Number of its elements.
+    """
 
     peer: int
     kind: FrameKind
     stage: int
+    tensor: int
+    members: int
     partition: int
+    offset: int
+    numel: int
 
 
 class Operations:
     """The operations of one job on one rank. They never change.
+
+    Args:
+        ops: See below.
+        fields: See below.
+        first_stage: See below.
+        num_encoders: See below.
 
     Attributes:
         ops: Operations; one comes after all that it waits for.
@@ -72,10 +111,12 @@ class Operations:
         details: Event details of each (N).
         first_stage: Stage of the first compressed encode. Earlier stages are dense.
         num_encoders: Number of ranks that encode each chunk; 0 for all.
+        fields: Header fields of its frames.
     """
 
-    def __init__(self, ops: Sequence[Op], first_stage: int = 0, num_encoders: int = 0) -> None:
+    def __init__(self, ops: Sequence[Op], fields: FrameFields, first_stage: int = 0, num_encoders: int = 0) -> None:
         self.ops = tuple(ops)
+        self.fields = fields
         self.first_stage = first_stage
         self.num_encoders = num_encoders
         self.overwrites = [False] * len(ops)
@@ -92,7 +133,7 @@ class Operations:
             if op.kind == "recv":
                 assert op.peer is not None and op.frame is not None and not self.pending[index]
                 self.pending[index] = 1
-                self.recvs[FrameKey(op.peer, op.frame, op.stage, op.chunk.index)] = index
+                self.recvs[_key(op, op.peer, op.frame, fields)] = index
         for op in ops:
             if op.call == "decode":
                 self.overwrites[op.inputs[0]] = self.num_users[op.inputs[0]] == 1
@@ -101,6 +142,12 @@ class Operations:
         self.roots = [index for index, count in enumerate(self.pending) if count == 0]
         self.senders = {key.peer for key in self.recvs}
         self.details = [{"phase": op.phase} for op in ops]
+
+
+def _key(op: Op, peer: int, frame: FrameKind, fields: FrameFields) -> FrameKey:
+    chunk = op.chunk
+    where = chunk.index, fields.offset + chunk.offset, chunk.count
+    return FrameKey(peer, frame, op.stage, fields.tensor, fields.members, *where)
 
 
 def predecessors(op: Op) -> tuple[int, ...]:

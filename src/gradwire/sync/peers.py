@@ -44,7 +44,7 @@ from gradwire.sync.group import GroupInfo
 from gradwire.sync.nodes import NodeMap, Nodes, current_node, grouped
 from gradwire.sync.operations import Operations
 from gradwire.sync.options import SyncOptions
-from gradwire.sync.run import FrameFields, Run
+from gradwire.sync.run import Run
 from gradwire.sync.runtime import Runtime
 from gradwire.sync.strategies.register import Service, ServiceAddress
 from gradwire.sync.tensor_registry import TensorRegistry
@@ -265,21 +265,20 @@ class Peers(ProcessBound):
         """Bytes of a frame between ranks before its body."""
         return HEADER_BYTES if self._engine is None else self._runtime.transport.prefix_bytes
 
-    def run_alone(self, operations: Operations, codec: Any, name: str, tensor: int) -> None:
+    def run_alone(self, operations: Operations, codec: Any, name: str) -> None:
         """Run operations to their end, between steps. Call it on every rank.
 
         Args:
             operations: What to do.
             codec: Has the methods that they call.
             name: Name of the run, for reports.
-            tensor: Tensor id of the frames.
 
         Raises:
             SyncError: The synchronizer failed.
         """
         assert self._engine is not None, "a single rank has no peers"
         self.wait()
-        self._engine.run(Run(operations, codec, name, next(self._rounds), FrameFields(tensor)))
+        self._engine.run(Run(operations, codec, name, next(self._rounds)))
         self._engine.wait_idle()
 
     def _exchange(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +16,6 @@ from gradwire.wire.payload import Payload
 logger = logging.getLogger("gradwire")
 
 
-class FrameFields(NamedTuple):
-    """Header fields that all frames of a job have in common, in every step.
-
-    Attributes:
-        tensor: Index of the tensor in the agreed order of names.
-        offset: Global element index of the job's first value.
-        compressor: Id of the compressor in the registry; 0 if there is none.
-        dtype: Code of the element type; 0 if there is none.
-    """
-
-    tensor: int
-    offset: int = 0
-    compressor: int = 0
-    dtype: int = 0
-
-
 class Run:
     """One job in one step.
 
@@ -40,7 +24,6 @@ class Run:
         codec: Has the methods that the operations call, each with the arguments (chunk, results of the inputs, stage).
         name: Name of the job, for messages and metrics.
         round: Number of the job, the same on all ranks.
-        fields: Header fields of its frames.
         priority: Runs with lower numbers go first.
 
     Attributes:
@@ -52,14 +35,11 @@ class Run:
         started: When the run began, in seconds of the monotonic clock.
     """
 
-    def __init__(
-        self, operations: Operations, codec: Any, name: str, round: int, fields: FrameFields, priority: int = 0
-    ) -> None:
+    def __init__(self, operations: Operations, codec: Any, name: str, round: int, priority: int = 0) -> None:
         self.operations = operations
         self.codec = codec
         self.name = name
         self.round = round
-        self.fields = fields
         self.priority = priority
         self.pending = operations.pending.copy()
         self.num_users = operations.num_users.copy()

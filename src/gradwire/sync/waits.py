@@ -36,13 +36,13 @@ class Waits:
         stall_seconds: Longest time that a live peer may take to send a frame that is waited for.
 
     Attributes:
-        receiving: Runs that have frames to receive, by round and tensor.
+        receiving: Runs that have frames to receive, by round.
         awaited: Futures that are not done and sends that lend memory, by run and operation: when the wait began, in
             seconds of the monotonic clock.
     """
 
     def __init__(self, stall_seconds: float) -> None:
-        self.receiving: dict[tuple[int, int], Run] = {}
+        self.receiving: dict[int, Run] = {}
         self.awaited: dict[tuple[Run, int], float] = {}
         self._stall_seconds = stall_seconds
         self._check_at = 0.0  # when to look for stalls next

@@ -246,7 +246,7 @@ def _run_echo(num_jobs: int) -> float:
         start = time.perf_counter()
         for index in range(num_jobs):
             codec = codec_of(TensorJob(layout, values, index, 0), runtime)
-            engine.run(Run(operations, codec, layout.name, index, layout.fields, index))
+            engine.run(Run(operations, codec, layout.name, index, index))
         engine.wait_idle()
         return max(0.0, time.perf_counter() - start - sum(work)) / (num_jobs * len(operations.ops))
     finally:

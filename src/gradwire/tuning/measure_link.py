@@ -24,7 +24,7 @@ import numpy as np
 from gradwire.planner.costs import LinkCosts, slowest
 from gradwire.sync.chunk import Chunk
 from gradwire.sync.exchange import PROBE_BYTES, PROBE_TENSOR
-from gradwire.sync.operations import Draft, Operations
+from gradwire.sync.operations import Draft, FrameFields, Operations
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.wire.frame import FrameKind
 from gradwire.wire.payload import Payload
@@ -129,7 +129,7 @@ class _RingMeasurement:
         )
 
     def _run(self, draft: Draft, codec: _Probe) -> None:
-        self._synchronizer.run_alone(Operations(draft.ops), codec, "probe", PROBE_TENSOR)
+        self._synchronizer.run_alone(Operations(draft.ops, FrameFields(PROBE_TENSOR)), codec, "probe")
 
 
 class _Probe:

@@ -28,7 +28,7 @@ Layout, little-endian:
 | 48 | 8 | count |
 | 56 | 8 | length of the body |
 | 64 | 4 | CRC-32C over header (checksum as 0) and body; 0 in version 2 |
-| 68 | 4 | reserved, 0 |
+| 68 | 4 | members |
 | 72 | 16 | version 2 only: tag of the frame |
 """
 
@@ -56,8 +56,8 @@ MAX_BODY_BYTES = 1 << 40
 _LAYOUT = struct.Struct("<4sBBHHHHBBQQIIQQQII")
 assert _LAYOUT.size == HEADER_BYTES
 _CHECKSUM_AT = 64
+_MEMBERS_AT = 68
 _VERSION_AT = 4
-_ZERO_CHECKSUM = b"\x00\x00\x00\x00"
 _INDEX_LIMIT = 1 << 63
 _DTYPE_CODES = frozenset({0, *ELEMENT_CODES.values()})
 
@@ -142,6 +142,7 @@ class Header:
         partition: Index of the range in the tensor's plan.
         offset: First element of the range.
         count: Number of elements in the range.
+        members: For several tensors that travel together, a hash of what they are; 0 for one.
         length: Bytes of the body; filled in by `pack` and `seal`.
         checksum: CRC-32C; filled in by `pack` and `seal`.
     """
@@ -158,6 +159,7 @@ class Header:
     partition: int = 0
     offset: int = 0
     count: int = 0
+    members: int = 0
     length: int = 0
     checksum: int = 0
 
@@ -191,7 +193,7 @@ def check(header: Header, body: np.ndarray) -> bytes:
 
 def _sealed(plain: bytes, body: np.ndarray) -> bytes:
     checksum: int = google_crc32c.extend(google_crc32c.value(plain), body)
-    return plain[:_CHECKSUM_AT] + checksum.to_bytes(4, "little") + _ZERO_CHECKSUM
+    return plain[:_CHECKSUM_AT] + checksum.to_bytes(4, "little") + plain[_MEMBERS_AT:]
 
 
 class Outgoing:
@@ -255,7 +257,7 @@ def unpack(buffer: bytes | bytearray | memoryview | np.ndarray, version: int = V
         raise FrameError(f"Expected a header of {HEADER_BYTES} bytes, got {view.nbytes}.")
     (
         magic, found, kind, flags, compressor, sender, stage, dtype, reserved,
-        epoch, round_, tensor, partition, offset, count, length, checksum, reserved_end,
+        epoch, round_, tensor, partition, offset, count, length, checksum, members,
     ) = _LAYOUT.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         raise FrameError(f"Expected magic {MAGIC!r}, got {magic!r}. The other end does not send gradwire frames.")
@@ -267,15 +269,15 @@ def unpack(buffer: bytes | bytearray | memoryview | np.ndarray, version: int = V
         raise FrameError(f"Expected flags within {_KNOWN_FLAGS:#x}, got {flags:#x}.")
     if dtype not in _DTYPE_CODES:
         raise FrameError(f"Expected a known element type code, got {dtype}.")
-    if reserved or reserved_end or (checksum and version == TAGGED_VERSION):
-        raise FrameError(f"Expected reserved fields of 0, got {reserved}, {checksum} and {reserved_end}.")
+    if reserved or (checksum and version == TAGGED_VERSION):
+        raise FrameError(f"Expected reserved fields of 0, got {reserved} and {checksum}.")
     if length > MAX_BODY_BYTES:
         raise FrameError(f"Expected a body of at most {MAX_BODY_BYTES} bytes, got {length} declared.")
     if offset + count > _INDEX_LIMIT:  # Python integers do not wrap
         raise FrameError(f"Expected a range below 2**63, got offset {offset} + count {count}.")
     return Header(
         _KINDS[kind], compressor, _FLAGS[flags], sender, stage, dtype, epoch, round_, tensor, partition,
-        offset, count, length, checksum,
+        offset, count, members, length, checksum,
     )  # fmt: skip
 
 
@@ -338,7 +340,7 @@ def _layout(header: Header, length: int) -> bytes:
         packed: bytes = _LAYOUT.pack(
             MAGIC, VERSION, header.kind, header.flags, header.compressor, header.sender, header.stage,
             header.dtype, 0, header.epoch, header.round, header.tensor, header.partition, header.offset,
-            header.count, length, 0, 0,
+            header.count, length, 0, header.members,
         )  # fmt: skip
         return packed
     except struct.error as error:

@@ -79,7 +79,7 @@ class Builder(Draft):
 
     def operations(self) -> Operations:
         """Return what was added."""
-        return Operations(self.ops, self._first_stage, self._num_encoders)
+        return Operations(self.ops, self.layout.fields, self._first_stage, self._num_encoders)
 
     # -- the five primitives ---------------------------------------------------------------------------------
 
