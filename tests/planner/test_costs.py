@@ -137,6 +137,8 @@ def test_a_file_with_strange_entries_is_refused():
             "codecs": {"none": document["codecs"]["none"] | {"encode": {"points": [["a", 1], [2, 2]]}}}
         },
         "finite numbers": {"task": -1},
+        "finite numbers of at least 0, not None": {"overlap": None},
+        "a share from 0 to 1, not 2": {"overlap": 2},
         "lacks seconds_per_byte (in links)": {"links": [{"latency": 1}]},
         "in none, encode": {"codecs": {"none": document["codecs"]["none"] | {"encode": {"fixed": 1}}}},
         "Pass all of them, or none": {

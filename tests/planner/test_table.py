@@ -1,6 +1,7 @@
 """The plan table: what people read, what files keep, what a `Plan` takes."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -107,14 +108,34 @@ def test_a_file_that_is_no_plan_is_refused(table):
         "ready, spec, strategy, total, wire (in row 0)": {"rows": [{"name": "w"}]},
         "partitions must not be 'two' (in row 0)": {"rows": [row | {"partitions": "two"}]},
         "numel must not be True (in row 0)": {"rows": [row | {"numel": True}]},
+        "numel must not be -1 (in row 0)": {"rows": [row | {"numel": -1}]},
+        "step must not be nan (in the plan)": {"step": math.nan},
+        "ready must not be inf (in row 0)": {"rows": [row | {"ready": math.inf}]},
+        "'fc.weight' has several rows": {"rows": [{**row, "name": "fc.weight"}] * 2},
     }
     for message, change in changes.items():
         with pytest.raises(OptionError) as caught:
             PlanTable.from_json(json.dumps(document | change))
         assert message in str(caught.value)
         assert re.search("Check the path|[Mm]ake (it|the file|the plan) again", str(caught.value))
+    for text in ("{", "[" * 100_000, "1" * 5_000):
+        with pytest.raises(OptionError, match="make it again"):
+            PlanTable.from_json(text)
+    with pytest.raises(OptionError, match=r"at least 1 and at most 65,536"):
+        PlanTable.from_json(json.dumps(document | {"rows": [row | {"partitions": 10**12}]})).plan()
+    assert "times faster" in str(PlanTable.from_json(json.dumps(document | {"step": 0.0})))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(bytes(range(128, 256)))
     with pytest.raises(OptionError, match="make it again"):
-        PlanTable.from_json("{")
+        PlanTable.load(path)
+
+
+def test_a_compressor_that_does_not_exist_gets_advice(table):
+    document = json.loads(table.to_json())
+    row = document["rows"][0]
     with pytest.raises(UnknownNameError, match="Did you mean 'threelc'"):
         PlanTable.from_json(json.dumps(document | {"rows": [row | {"spec": "threelcs"}]}))
 

@@ -114,6 +114,20 @@ def test_tensors_that_are_given_share_links_with_those_to_decide_about() -> None
     assert [tensor.name for tensor, _ in given_routes(plans, specs, timing, COSTS)] == ["d"], "others were not measured"
 
 
+def test_tensors_that_are_given_dense_cost_one_message_a_bucket() -> None:
+    names = [f"n{index}" for index in range(20)]
+    specs = {name: TensorSpec((500,)) for name in names}
+    plans = gw.Plan({"n*": "none"}).given_entries(specs)
+    timing = replace(
+        TIMING, buckets=(BucketTiming(tuple(names[:15]), 4, 0.25), BucketTiming(tuple(names[15:]), 4, 0.5))
+    )
+    costs = replace(COSTS, task=1e-3)
+    found = given_routes(plans, specs, timing, costs)
+    assert [(tensor.ready, tensor.numel) for tensor, _ in found] == [(0.25, 7_500), (0.5, 2_500)]
+    whole = route("none", plans["n0"].strategy, 4, 7_500, costs)
+    assert found[0][1].seconds == whole.seconds and found[0][1].busy == whole.busy
+
+
 def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None:
     """Ranks compare their replicas in some steps, which then do not rest."""
     passed: list[None] = []

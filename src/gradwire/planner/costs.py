@@ -164,7 +164,9 @@ class Costs:
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap, 1 - self.overlap))
+        expect_numbers("Costs", (self.task, self.frame_bytes, self.overlap))
+        if self.overlap > 1:
+            raise OptionError(f"overlap is a share from 0 to 1, not {self.overlap!r}.")
         if type(self.in_place) is not bool:
             raise OptionError(f"in_place is true or false, not {self.in_place!r}.")
         for name in ("world_size", "ranks_per_node"):

@@ -19,7 +19,7 @@ def read_document(text: str, format: str, version: int) -> dict[str, Any]:
     """
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"A {format} file is JSON, and this is not: {error}. {CORRECT}") from None
     if not isinstance(document, dict) or document.get("format") != format:
         raise OptionError(f"This is not a {format} file. Check the path.")

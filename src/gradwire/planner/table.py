@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -137,7 +138,7 @@ class PlanTable:
         count = sum(row.spec != DENSE_NAME for row in self.rows)
         return (
             f"Compress {count} of {len(self.rows)} tensors ({', '.join(kinds)}): a step of {seconds(self.step)} in "
-            f"place of {seconds(dense)} by {by}, {dense / self.step:.2f} times faster. What limits it: "
+            f"place of {seconds(dense)} by {by}, {dense / max(self.step, 1e-12):.2f} times faster. What limits it: "
             f"{self.limit}; ideal is {seconds(self.ideal_step)}."
         )
 
@@ -180,7 +181,10 @@ class PlanTable:
             raise OptionError(f"rows must be a list, not {rows!r}. Make the plan again.")
         document["rows"] = tuple(PlanRow(**_checked(row, PlanRow, f"row {index}")) for index, row in enumerate(rows))
         table = cls(**_checked(document, cls, "the plan"))
-        table.entries()  # refuses unknown names and options of compressors
+        entries = table.entries()  # refuses unknown names and options of compressors
+        if len(entries) < len(table.rows):
+            twice = Counter(row.name for row in table.rows).most_common(1)[0][0]
+            raise OptionError(f"{twice!r} has several rows. Correct the file, or make the plan again.")
         return table
 
     def save(self, path: str | Path) -> None:
@@ -190,7 +194,7 @@ class PlanTable:
     @classmethod
     def load(cls, path: str | Path) -> PlanTable:
         """Read a file. Raises what `from_json` raises."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(Path(path).read_text(errors="replace"))
 
 
 def _entry(row: PlanRow, feedback: str) -> PlanEntry:
@@ -205,7 +209,9 @@ def _checked(document: Any, cls: type, where: str) -> dict[str, Any]:
     kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
     for name, value in found.items():
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
+        is_number = isinstance(value, (int, float))
+        wrong_type = not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool)
+        if wrong_type or (is_number and not 0 <= value < math.inf):
             raise OptionError(f"{name} must not be {value!r} (in {where}). Correct the file, or make the plan again.")
     return found
 

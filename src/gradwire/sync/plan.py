@@ -27,7 +27,7 @@ from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError,
 from gradwire.core.spec import TensorSpec
 from gradwire.residuals import policies
 from gradwire.sync.fusion import can_be_fused
-from gradwire.sync.plan_entry import PlanEntry, is_small, min_elements_of
+from gradwire.sync.plan_entry import MAX_PARTITIONS, PlanEntry, is_small, min_elements_of
 from gradwire.sync.strategies import STRATEGIES
 
 Method = str | Compressor
@@ -50,8 +50,8 @@ class Plan:
             compressed between them) or ``"server"`` (an aggregator, for ``"thc"`` and ``"uthc"``). None means the ring,
             which fills each link, for tensors that travel without loss by choice, and scatter-reduce for all others.
             Under ``"server"`` and ``"sparse_reduce"``, dense tensors travel as under None.
-        partitions: Number of ranges that each tensor is cut into, at least 1. Owners of ranges rotate from tensor to
-            tensor. Compressed tensors with one range share messages, except on a ring and between nodes. There, None
+        partitions: Number of ranges that each tensor is cut into, from 1 to 65,536. Owners of ranges rotate from tensor
+            to tensor. Compressed tensors with one range share messages, except on a ring and between nodes. There, None
             means one range for tensors of up to 131,072 elements, and for those that are never cut. For all others, it
             means one range per rank for every 16 million elements, so that several threads can work on a large tensor.
         min_elements: Size below which tensors stay dense under the blanket rule. Vectors always do. None means 1,024
@@ -83,8 +83,11 @@ class Plan:
         self.has_velocity = policy is not None and policy.has_velocity
         if self.has_velocity and strategy not in (None, *ENCODED_ONCE):
             raise _needs_allgather(strategy)
-        if partitions is not None and partitions < 1:
-            raise OptionError(f"partitions must be at least 1, but it is {partitions}. Pass 1 to leave tensors whole.")
+        if partitions is not None and not 1 <= partitions <= MAX_PARTITIONS:
+            raise OptionError(
+                f"partitions must be at least 1 and at most {MAX_PARTITIONS:,}, but it is {partitions}. "
+                "Pass 1 to leave tensors whole."
+            )
         if min_elements is not None and min_elements < 0:
             raise OptionError(f"min_elements must not be negative, but it is {min_elements}. Pass 0 to compress all.")
         if isinstance(rules, Mapping) and not rules:
@@ -126,7 +129,8 @@ class Plan:
 
         Raises:
             UnknownNameError: A strategy or feedback does not exist.
-            OptionError: There are no entries, partitions are below 1, or an entry is batched that cannot be.
+            OptionError: There are no entries, a number of partitions is out of range, or an entry is batched that
+                cannot be.
         """
         for name, entry in entries.items():
             if entry.strategy not in STRATEGIES:
@@ -137,10 +141,12 @@ class Plan:
                 raise _needs_allgather(entry.strategy)
             # A batch has no residuals, and its compressor sees elements of many tensors.
             may_be_batched = entry.feedback == "none" and entry.compressor.elementwise
-            if (entry.partitions is not None and entry.partitions < 1) or (entry.batched and not may_be_batched):
+            may_be_cut = entry.partitions is None or 1 <= entry.partitions <= MAX_PARTITIONS
+            if not may_be_cut or (entry.batched and not may_be_batched):
                 raise OptionError(
-                    f"The plan has {entry} for {name!r}. Partitions must be at least 1, and batched entries must have "
-                    "none, fp16 or bf16 without feedback. Create the plan again, or correct its file."
+                    f"The plan has {entry} for {name!r}. Partitions must be at least 1 and at most {MAX_PARTITIONS:,}, "
+                    "and batched entries must have none, fp16 or bf16 without feedback. Create the plan again, or "
+                    "correct its file."
                 )
         if not entries:
             raise OptionError("The plan has no entries. Create it again for this model.")

@@ -18,6 +18,10 @@ IN_PLACE = ("ring", "scatter_reduce")  # strategies in which dense gradients are
 MIN_KEPT = 16  # elements of a tensor that a sparsifier sends; with 2, a ResNet lost 4 points (docs/sparsification.md)
 
 
+MAX_PARTITIONS = 1 << 16
+"""Each costs a task and a frame, on every rank. The planner takes 16 for each rank at most."""
+
+
 def min_elements_of(compressor: Compressor) -> int:
     """Return the size below which tensors stay dense by default.
 

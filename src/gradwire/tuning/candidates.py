@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -125,11 +125,23 @@ def planned_tensors(specs: Mapping[str, TensorSpec], timing: Timing) -> list[Pla
 def given_routes(
     given: Mapping[str, PlanEntry], specs: Mapping[str, TensorSpec], timing: Timing, costs: Costs
 ) -> list[tuple[PlannedTensor, Route]]:
-    """Return the tensors that have an entry already, with their routes. One that was not measured has none."""
-    tensors = {each.name: each for each in planned_tensors(specs, timing) if each.name in given}
-    known = {name: given[name] for name in tensors if spec_of(given[name].compressor) in costs.codecs}
+    """Return the tensors that have an entry already, with their routes. One that was not measured has none.
 
-    def group(name: str) -> object:
+    A batch of dense tensors is one, with their elements: it has one message.
+    """
+    tensors, known = dict[object, PlannedTensor](), dict[object, PlanEntry]()
+    for tensor in planned_tensors(specs, timing):
+        entry = given.get(tensor.name)
+        if entry is None or spec_of(entry.compressor) not in costs.codecs:
+            continue
+        name: object = tensor.name
+        if entry.batched:
+            name = tensor.ready, repr(entry.compressor), entry.strategy, entry.partitions, tensor.dtype
+            if name in tensors:
+                tensor = replace(tensor, shape=(tensors[name].numel + tensor.numel,))
+        tensors[name], known[name] = tensor, entry
+
+    def group(name: object) -> object:
         entry, tensor = known[name], tensors[name]
         return (tensor.ready, repr(entry.compressor), entry.strategy) if is_fused(entry, tensor.numel) else name
 
