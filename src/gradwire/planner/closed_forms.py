@@ -110,17 +110,22 @@ class Route:
         legs: Legs of one batch.
         batches: Number of batches that follow each other.
         load: Share of the legs that a rank has as a mean over tensors, since not every rank owns a partition of each.
+        alone: Legs of a tensor that has the links of the nodes to itself; None if they are the same.
     """
 
     legs: tuple[Leg, ...]
     batches: int = 1
     load: float = 1.0
+    alone: tuple[Leg, ...] | None = None
 
     def scaled(self, factor: float) -> Route:
         """Return a route whose times on codec and link are `factor` times as long. Latencies stay."""
         names = ("encode", "wire", "decode", "aside")
-        legs = [replace(leg, **{name: factor * getattr(leg, name) for name in names}) for leg in self.legs]
-        return Route(tuple(legs), self.batches, self.load)
+
+        def longer(legs: tuple[Leg, ...]) -> tuple[Leg, ...]:
+            return tuple(replace(leg, **{name: factor * getattr(leg, name) for name in names}) for leg in legs)
+
+        return Route(longer(self.legs), self.batches, self.load, None if self.alone is None else longer(self.alone))
 
     @cached_property
     def encode(self) -> float:
@@ -150,10 +155,11 @@ class Route:
         do not overlap: with n turns from codec to link, 1/n of a batch.
         """
         load = self.load if self.batches == 1 else 1.0  # some rank is in every batch
-        busy = sum(leg.busy * (load if leg.by_all else 1.0) for leg in self.legs)
-        busier = max(load * sum(leg.coding for leg in self.legs), busy)
-        alone = max(sum(leg.seconds(load) for leg in self.legs), busier)
-        turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in self.legs)
+        legs = self.legs if self.alone is None else self.alone
+        busy = sum(leg.busy * (load if leg.by_all else 1.0) for leg in legs)
+        busier = max(load * sum(leg.coding for leg in legs), busy)
+        alone = max(sum(leg.seconds(load) for leg in legs), busier)
+        turns = sum(leg.messages if leg.kind == "chain" else leg.kind != "work" for leg in legs)
         if self.batches == 1:
             return alone
         return max(alone, self.batches * busier + (alone - busier) / max(1, turns))
@@ -171,6 +177,7 @@ class _Range:
     fused: float = 1.0  # number of tensors that share a task and a frame
     group: float = 1.0  # number of tensors that share a preliminary round
     in_place: bool = False  # whether gradients are dense, and added where they are
+    owners: int = 0  # ranks that own a partition, of a tensor alone; 0 for all
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
@@ -202,11 +209,23 @@ class _Range:
         costs, nbytes = self.costs, self.costs.frame_bytes + self.fused * nbytes
         # The transport sends one frame and receives another while the link carries them both ways.
         crossing = costs.crossing(to_all=kind == "fan") if crossing is None else crossing
-        wire = max(crossing * costs.slowest.busy(nbytes), 2 * costs.frame(nbytes)) / self.fused
+        wire = self._contention(kind) * crossing * costs.slowest.busy(nbytes)
+        wire = max(wire, 2 * costs.frame(nbytes)) / self.fused
         latency = costs.slowest.latency
         if kind != "fan" and costs.within is not None:  # messages follow each other, and most stay within a node
             latency = crossing * latency + (1 - crossing) * costs.within.latency
         return Leg(kind, encode + self.task, wire, decode + self.task, latency, messages, aside)
+
+    def _contention(self, kind: Kind) -> float:
+        """Return how long a rank's link takes, relative to when all ranks of its node use theirs.
+
+        On a ring, a node sends one of its ranges at a time to the next node. Owners on one node receive one after the
+        other, while the means of those before leave.
+        """
+        L, W = self.costs.ranks_per_node, self.costs.world_size
+        if not 0 < self.owners < W or self.costs.within is None:
+            return 1.0
+        return (min(self.owners, L) + 1) / (2 * L) if kind == "fan" else max(1 / L, self.owners / W)
 
     def within(self, messages: int) -> Leg:
         """Return a leg of dense messages from and to ranks of the same node, which keep processors busy."""
@@ -314,7 +333,8 @@ def _hierarchical(cost: _Range, W: int) -> list[Leg]:
     M = W // cost.costs.ranks_per_node
     if M == W:
         return _scatter_reduce(cost, W)
-    within = cost.within(W - M)
+    L = cost.costs.ranks_per_node
+    within = cost.within(W - M if not cost.owners else -(-cost.owners // L) * (L - 1))
     if cost.codec.summable:
         total = cost.of(cost.codec.accumulator_bytes)
         owner = Leg("work", encode=cost.encode, decode=cost.accumulate(M))
@@ -376,8 +396,13 @@ def route(
     group = fused if partitions == 1 else 1
     together = max(1.0, group / shares)
     in_place = in_place and costs.in_place and spec == DENSE_NAME and strategy in IN_PLACE
-    legs = FORMS[strategy](_Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place), W)
-    return Route(tuple(leg for leg in legs if leg.messages), batches, partitions / (batches * shares))
+
+    def legs(owners: int) -> tuple[Leg, ...]:
+        each = _Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place, owners)
+        return tuple(leg for leg in FORMS[strategy](each, W) if leg.messages)
+
+    shares_links = costs.ranks_per_node > 1 and partitions < shares
+    return Route(legs(0), batches, partitions / (batches * shares), legs(partitions) if shares_links else None)
 
 
 def native_seconds(nbytes: float, costs: Costs) -> float:
