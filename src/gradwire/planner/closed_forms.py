@@ -219,13 +219,15 @@ class _Range:
     def _contention(self, kind: Kind) -> float:
         """Return how long a rank's link takes, relative to when all ranks of its node use theirs.
 
-        On a ring, a node sends one of its ranges at a time to the next node. Owners on one node receive one after the
-        other, while the means of those before leave.
+        On a ring, a node sends one of its ranges at a time to the next node. m owners on one node receive one after the
+        other, while the means of those before leave: m + 1 turns of the node's link in place of 2 m.
         """
         L, W = self.costs.ranks_per_node, self.costs.world_size
         if not 0 < self.owners < W or self.costs.within is None:
             return 1.0
-        return (min(self.owners, L) + 1) / (2 * L) if kind == "fan" else max(1 / L, self.owners / W)
+        if kind == "fan":
+            return (min(self.owners, L) + 1) / (2 * L)
+        return max(1 / L, self.owners / W)
 
     def within(self, messages: int) -> Leg:
         """Return a leg of dense messages from and to ranks of the same node, which keep processors busy."""
@@ -330,10 +332,10 @@ def _hierarchical(cost: _Range, W: int) -> list[Leg]:
 
     Of W ranges, a rank owns M on its node, and merges one of them for all nodes.
     """
-    M = W // cost.costs.ranks_per_node
-    if M == W:
-        return _scatter_reduce(cost, W)
     L = cost.costs.ranks_per_node
+    M = W // L
+    if L == 1:
+        return _scatter_reduce(cost, W)
     within = cost.within(W - M if not cost.owners else -(-cost.owners // L) * (L - 1))
     if cost.codec.summable:
         total = cost.of(cost.codec.accumulator_bytes)

@@ -93,11 +93,7 @@ class FrameKey(NamedTuple):
 class Operations:
     """The operations of one job on one rank. They never change.
 
-    Args:
-        ops: See below.
-        fields: See below.
-        first_stage: See below.
-        num_encoders: See below.
+    Args: See the attributes of the same names.
 
     Attributes:
         ops: Operations; one comes after all that it waits for.
