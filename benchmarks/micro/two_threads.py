@@ -67,11 +67,11 @@ def encoding(method: str, threads: int, repetitions: int) -> list[float]:
     draft, values, found = Draft(), torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1)), []
     for chunk in layout.chunks(1):
         draft.add("encode", "start", "encode", chunk, frame=FrameKind.PAYLOAD)
-    operations = Operations(draft.ops)
+    operations = Operations(draft.ops, layout.fields)
     warm_up([(entry, torch.float32)])
     with engine(threads) as (made, runtime):
         for step in range(repetitions + 2):  # the first two allocate residuals
-            run = Run(operations, codec_of(TensorJob(layout, values, step, step), runtime), "w", step, layout.fields)
+            run = Run(operations, codec_of(TensorJob(layout, values, step, step), runtime), "w", step)
             start = time.perf_counter()
             made.run(run)
             made.wait_idle()

@@ -199,6 +199,21 @@ def test_the_planners_forms_hold_on_nodes_of_several_ranks(strategy, partitions,
     assert 0.8 <= route("onebit", strategy, partitions, ELEMENTS, nodes).seconds / simulated <= 1.3
 
 
+@pytest.mark.parametrize("rate", [2e7, 1e8])
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_so_they_do_for_tensors_that_are_fused(per_node, rate):
+    """A group has all ranks for owners, so that none of them has the link of its node to itself."""
+    tensors, numel, known = 32, 1 << 16, costs(onebit=onebit(1e-9, 1e-9))
+    gradients = SimulatedModel([SimulatedGradient(f"w{index}", (numel,)) for index in range(tensors)])
+    plan = Plan({"w*": "onebit"}, strategy="scatter_reduce", partitions=1)
+    cluster = Cluster(8, SimulatedLink(rate, ALPHA, header_bytes=0), ranks_per_node=per_node)
+    simulated = step(gradients, plan, cluster, known).seconds
+    shared = LinkCosts(ALPHA, per_node * 8 / rate)
+    nodes = replace(known, world_size=8, links=(shared,), ranks_per_node=per_node, within=LinkCosts(0.0, 0.0))
+    each = route("onebit", "scatter_reduce", 1, numel, nodes, fused=tensors).seconds
+    assert 0.8 <= each * tensors / 8 / simulated <= 1.3
+
+
 def test_hierarchical_with_a_rank_a_node_is_scatter_reduce():
     known = costs(1e-5, onebit=onebit(1e-9, 1e-9))
     flat, nodes = (

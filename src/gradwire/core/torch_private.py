@@ -212,7 +212,8 @@ def skips_within_step(optimizer: torch.optim.Optimizer) -> bool:
     A GradScaler leaves that to optimizers that are fused, and calls them in any case.
     """
     found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf > 0)
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(is_fused) and isinstance(found_inf, torch.Tensor) and bool((found_inf > 0).any())
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:

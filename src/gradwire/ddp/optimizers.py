@@ -200,6 +200,7 @@ class Optimizers:
 
     def _after_step(self, owner: Owner, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch_private.skips_within_step(optimizer):
+            owner.steps_now = False
             return
         owner.backwards, owner.steps_now, self.any_step = 0, False, True
         after = self._after() if self._after is not None else None

@@ -110,7 +110,8 @@ class Route:
         legs: Legs of one batch.
         batches: Number of batches that follow each other.
         load: Share of the legs that a rank has as a mean over tensors, since not every rank owns a partition of each.
-        alone: Legs of a tensor that has the links of the nodes to itself; None if they are the same.
+        alone: Legs of a tensor, or of a fused group, that has the links of the nodes to itself; None if they are the
+            same.
     """
 
     legs: tuple[Leg, ...]
@@ -177,7 +178,7 @@ class _Range:
     fused: float = 1.0  # number of tensors that share a task and a frame
     group: float = 1.0  # number of tensors that share a preliminary round
     in_place: bool = False  # whether gradients are dense, and added where they are
-    owners: int = 0  # ranks that own a partition, of a tensor alone; 0 for all
+    owners: int = 0  # ranks that own a range of what has the links of the nodes to itself; 0 for all
 
     def of(self, cost: Cost | None) -> float:
         assert cost is not None, "summable compressors and those with statistics say what these cost"
@@ -223,7 +224,7 @@ class _Range:
         other, while the means of those before leave: m + 1 turns of the node's link in place of 2 m.
         """
         L, W = self.costs.ranks_per_node, self.costs.world_size
-        if not 0 < self.owners < W or self.costs.within is None:
+        if not self.owners:
             return 1.0
         if kind == "fan":
             return (min(self.owners, L) + 1) / (2 * L)
@@ -403,8 +404,9 @@ def route(
         each = _Range(count, itemsize, spec, codec.fused(together), costs, together, group, in_place, owners)
         return tuple(leg for leg in FORMS[strategy](each, W) if leg.messages)
 
-    shares_links = costs.ranks_per_node > 1 and partitions < shares
-    return Route(legs(0), batches, partitions / (batches * shares), legs(partitions) if shares_links else None)
+    owners, load = partitions * group, partitions / (batches * shares)
+    has_links_alone = 1 < costs.ranks_per_node < W and owners < shares
+    return Route(legs(0), batches, load, legs(owners) if has_links_alone else None)
 
 
 def native_seconds(nbytes: float, costs: Costs) -> float:

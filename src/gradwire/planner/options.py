@@ -21,7 +21,7 @@ from gradwire.planner.curves import LinearCost, scaled
 from gradwire.planner.fidelity import DENSE, LEVELS, RankedCompressor
 from gradwire.sync.chunk import RANGE_ALIGNMENT
 from gradwire.sync.fusion import FUSION_STRATEGIES
-from gradwire.sync.plan_entry import MAX_RANGE_ELEMENTS
+from gradwire.sync.plan_entry import MAX_PARTITIONS, MAX_RANGE_ELEMENTS
 from gradwire.sync.strategies import STRATEGIES
 
 FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -126,7 +126,8 @@ def partition_counts(numel: int, shares: int) -> list[int]:
     """
     fewer = [1 << power for power in range((shares - 1).bit_length())]
     blocks = max(1, -(-numel // RANGE_ALIGNMENT))  # no range is smaller
-    return sorted({min(count, blocks) for count in (*fewer, *(shares * batches for batches in BATCHES))})
+    most = min(blocks, MAX_PARTITIONS)
+    return sorted({min(count, most) for count in (*fewer, *(shares * batches for batches in BATCHES))})
 
 
 def options(

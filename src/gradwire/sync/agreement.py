@@ -2,7 +2,7 @@
 
 Each rank publishes a document (plain data) in the job's store. Rank 0 compares the documents and publishes a verdict
 that every rank reads. Either all ranks go on, or all raise: `DisagreementError` with the same message, or
-`PeerTimeoutError` if any rank has given up before rank 0 had all documents.
+`PeerTimeoutError` if any rank has given up before rank 0 let all go on.
 
 Keys that all ranks have read are deleted. If a rank does not come in time, the verdict stays in the store for it.
 """
@@ -73,22 +73,21 @@ def agree(
     if rank == 0:
         texts = [_wait(store, key, deadline, lost) for key in keys]
         missing = [peer for peer, text in enumerate(texts) if text is None]
-        if not missing and store.add(outcome, world_size) != world_size:
-            missing = [0]  # it came when others had given up
-        verdict = {"missing": missing, "difference": None, "notes": []}
+        verdict = {"missing": missing, "given_up": False, "difference": None, "notes": []}
         if not missing:
             documents, verdict["notes"] = zip(*(json.loads(text) for text in texts if text is not None))
             verdict["difference"] = _difference_of(documents)
+            verdict["given_up"] = store.add(outcome, world_size) != world_size
         store.set(decision, json.dumps(verdict))
     # If a rank is late, rank 0 publishes its verdict only at the deadline.
     answer = _wait(store, decision, deadline + _GRACE_SECONDS * (rank != 0), lost)
     if answer is None and rank != 0 and _give_up(store, outcome) > world_size:
-        answer = _wait(store, decision, time.monotonic() + _GRACE_SECONDS, lost)
+        answer = _wait(store, decision, time.monotonic() + timeout.total_seconds(), lost)
     if answer is None:
-        verdict = {"missing": _missing(store, keys) or [0], "difference": None}
+        verdict = {"missing": _missing(store, keys) or [0], "given_up": False, "difference": None}
     else:
         verdict = json.loads(answer)
-    if rank == 0 and (verdict["missing"] or verdict["difference"] is not None):
+    if rank == 0 and (verdict["missing"] or verdict["given_up"] or verdict["difference"] is not None):
         _wait_until_read(store, topic, world_size - 1 - len(verdict["missing"]))
     if answer is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -100,6 +99,14 @@ def agree(
             "running, and pass a larger timeout if it is slow to start. If it trains without gradwire, it waits in "
             "DDP's own all-reduce until this process ends.",
             rank=verdict["missing"][0],
+            tensor=NO_TENSOR,
+            phase="agreement",
+        )
+    if verdict["given_up"]:
+        raise PeerTimeoutError(
+            f"Another rank has given up, because not all ranks reached this call within {timeout.total_seconds():g} s "
+            f"({topic}). Pass a larger timeout if some ranks are slow to start.",
+            rank=None,
             tensor=NO_TENSOR,
             phase="agreement",
         )

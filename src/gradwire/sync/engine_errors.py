@@ -90,8 +90,8 @@ def sent_twice(header: Header) -> SyncError:
 def unasked(peer: int, run: str) -> SyncError:
     """Return the error of a frame that a run has no use for."""
     return SyncError(
-        f"Rank {peer} sent a part of {run} that this rank does not wait for. Make the same gradwire calls on every "
-        "rank, with the same tensors in the same order.",
+        f"Rank {peer} sent something else than a part of {run} that this rank waits for. Make the same gradwire calls "
+        "on every rank, with the same tensors in the same order.",
         rank=peer,
         tensor=run,
         phase="recv",

@@ -61,6 +61,7 @@ class Allowed:
         self._has_momentum = has_momentum
         self._misfit = 0.0  # of this rank's gradients, when they were last looked at
         self._momentum, self._num_tensors = False, 0  # at the last update
+        self._in_use = frozenset[str]()  # compressors that need not be given up
         self.update(self.state())
 
     @property
@@ -86,16 +87,19 @@ class Allowed:
     @property
     def native_fp16(self) -> bool:
         """Whether DDP's fp16 hook is allowed, which rounds whole buckets."""
-        return not self.given and self.feedback is None and any(each.spec == "fp16" for each in self.methods)
+        return self._rounds_all and any(each.spec == "fp16" for each in self.methods)
+
+    @property
+    def _rounds_all(self) -> bool:
+        return not self.given and self.feedback is None
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether a candidate is allowed."""
+        """Whether a candidate that is in use may stay."""
         if candidate == self.unchosen:
             return True
         if candidate.table is None:
-            return candidate == NATIVE_FP16 and self.native_fp16
-        specs = {DENSE_NAME, *(method.spec for method in self.methods)}
-        return all(row.spec in specs for row in candidate.table.rows)
+            return candidate == NATIVE_FP16 and self._rounds_all and "fp16" in self._in_use
+        return all(row.spec in self._in_use | {DENSE_NAME} for row in candidate.table.rows)
 
     def begin_look(self) -> None:
         """Begin a step whose gradients are looked at."""
@@ -117,6 +121,7 @@ class Allowed:
         self._momentum = bool(has_momentum)
         found = levels.methods(self._fidelity, optimizer=self._knows_optimizer, momentum=self._momentum)
         self.methods = [method for method in found if worst <= 1 or method.spec != "fp16"]
+        self._in_use = frozenset(method.spec for method in found if worst <= MISFIT_IN_USE or method.spec != "fp16")
 
     def change(self, state: np.ndarray, current: Candidate) -> Reason | None:
         """Return what has changed since the last update, by the largest `state` of all ranks; None if nothing has."""
