@@ -325,6 +325,16 @@ def test_residuals_of_another_memory_format_are_refused_with_advice() -> None:
         handle.detach()
 
 
+def test_compressors_see_dimensions_in_the_order_of_the_memory() -> None:
+    """powersgd takes rows and columns from them: read as another matrix, one of low rank would have a high one."""
+    module = nn.Linear(3, 5)
+    module.weight = nn.Parameter(torch.randn(3, 5).t())
+    module.kernel = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    with gw.attach(DistributedDataParallel(module), gw.Plan("powersgd", min_elements=0)) as handle:
+        shapes = {name: spec.shape for name, spec in handle.synchronizer.tensors.items()}
+    assert shapes == {"weight": (3, 5), "bias": (5,), "kernel": (2, 4, 5, 3)}
+
+
 @pytest.mark.parametrize("stride", [21, 1])
 def test_a_dimension_of_one_element_has_no_place_in_a_memory_order(stride: int) -> None:
     module = nn.Conv2d(3, 4, (1, 7))

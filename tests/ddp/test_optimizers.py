@@ -286,6 +286,32 @@ def test_gcomp_sees_the_state_of_each_parameters_own_optimizer() -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize("how", ["rollback", "load"])
+def test_what_gcomp_has_cut_of_gradients_that_are_thrown_away_binds_no_later_step(how: str) -> None:
+    ddp = wrapped()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = gw.attach(ddp, gw.Plan({"*": "gcomp"}, min_elements=0), optimizer=optimizer)
+    aux, elements = handle._optimizers.aux, ElementRange(0, 3)
+    backward(ddp)
+    assert aux("0.weight", elements), "a bound"
+    state = handle.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(OptionError, match="have changed since backward"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    backward(ddp)
+    assert aux("0.weight", elements)
+    if how == "rollback":
+        handle.rollback()
+    else:
+        handle.load_state_dict(state)
+    optimizer.param_groups[0]["lr"] = 0.2
+    backward(ddp)
+    assert aux("0.weight", elements), "the first pass of a step"
+    optimizer.step()
+    handle.detach()
+
+
 def test_parameters_that_are_frozen_at_attach_may_be_trained_by_gcomp_later() -> None:
     """Their gradients are not cut."""
     torch.manual_seed(0)

@@ -34,15 +34,17 @@ class RunLike:
     """The methods of a Weights & Biases run."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = [{}]  # the last one is not written yet
         self.metrics: list[tuple[str, str | None]] = []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics.append((name, step_metric))
 
-    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool = True) -> None:
         assert step is None, "the run counts its own"
-        self.rows.append(data)
+        self.rows[-1].update(data)
+        if commit:
+            self.rows.append({})
 
 
 def test_a_summary_writer_gets_each_scalar_with_the_step() -> None:
@@ -54,7 +56,9 @@ def test_a_summary_writer_gets_each_scalar_with_the_step() -> None:
 def test_a_run_gets_rows_with_our_step_as_their_axis() -> None:
     run = RunLike()
     writer_to(run, NAMES)(scalars(), 7)
-    assert run.rows == [scalars()]
+    run.log({"loss": 1.0})
+    run.log({"loss": 0.5})
+    assert run.rows == [scalars() | {"loss": 1.0}, {"loss": 0.5}, {}]
     assert run.metrics == [("gradwire/*", "gradwire/step")]
 
 

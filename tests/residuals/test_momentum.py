@@ -120,10 +120,10 @@ def test_aggregates_have_no_velocity() -> None:
 @pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
 @pytest.mark.parametrize(("clip", "is_clipped"), [(0.0, False), (1000.0, False), (4.0, True)])
 def test_gradients_are_clipped_by_their_share_of_the_norm(clip: float, is_clipped: bool, loss_scale: float) -> None:
-    """Each of 4 ranks may use half of the norm."""
+    """Of 4 ranks, each contributes a quarter of its gradient, which may have half the norm: the gradient has twice."""
     grad = normal(SIZE)
     found = MomentumCorrection(0.0, clip=clip).factor(loss_scale * grad, 4, loss_scale)
-    assert found == pytest.approx(clip / 2 / float(grad.double().norm()) if is_clipped else 1.0)
+    assert found == pytest.approx(clip * 2 / float(grad.double().norm()) if is_clipped else 1.0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -22,6 +22,7 @@ from gradwire.core.errors import OptionError, OptionTypeError, UnknownNameError
 from gradwire.core.spec import TensorSpec
 from gradwire.ddp.handle import Handle
 from gradwire.ddp.hook_slot import check_attachable, slot_of
+from gradwire.ddp.memory_orders import spec_in_memory
 from gradwire.ddp.momentum import MomentumCheck, may_have_momentum
 from gradwire.ddp.optimizers import Optimizers
 from gradwire.planner.fidelity import LEVELS
@@ -98,7 +99,7 @@ def attach(
     fidelity = fidelity or "balanced"
     asked = str(plan)
     parameters = torch_private.trained_parameters(ddp)
-    tensors = {name: TensorSpec.of(parameter) for name, parameter in parameters}
+    tensors = {name: spec_in_memory(parameter) for name, parameter in parameters}
     rules, plan = plan, plan.without_auto()  # until it has measured, gradients travel dense
     strategies = {plan.strategy, *(entry.strategy for entry in (plan.entries or {}).values())}
     if options.server is not None and SERVER not in strategies:
@@ -140,7 +141,8 @@ def attach(
         logger.info(ALONE)
     sparse = [name for name, _ in torch_private.trained_parameters(ddp, sparse=True)]
     if sparse and synchronizer.rank == 0:
-        logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.", ", ".join(sparse))
+        without = " Momentum correction does not reach them." if plan.has_velocity else ""
+        logger.warning("Gradients of %s are sparse: DDP's own all-reduce averages them.%s", ", ".join(sparse), without)
     return handle
 
 

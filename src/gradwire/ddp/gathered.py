@@ -4,7 +4,7 @@ A document is ``{"version": 1, "states": [state of rank 0, state of rank 1, ...]
 It loads with ``torch.load(..., weights_only=True)``, and `Handle.load_state_dict` takes it at any world size.
 
 Guarantees: What ranks send each other is not unpickled without ``weights_only``. Memory, in excess of the document on
-the ranks that return it: two copies of a rank's own state, and a piece of 16 MiB per rank.
+the ranks that return it: two copies of a rank's own state, and 16 MiB.
 """
 
 # Shapes: W = ranks
@@ -23,7 +23,8 @@ from gradwire.core import host
 from gradwire.core.errors import NO_TENSOR, OptionError, SyncError
 
 GATHERED_VERSION = 1
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 16 * 2**20  # of all ranks, which one of them receives
+_LEAST_PIECE_BYTES = 2**16
 
 Document = dict[str, Any]
 
@@ -36,7 +37,7 @@ def gather_states(
     Args:
         state: State of this rank.
         group: Process group. Its own collectives carry the states.
-        timeout: Limit of each collective, which moves one piece of each rank's state.
+        timeout: Limit of each collective, which moves 16 MiB at most (64 KiB of each of more than 256 ranks).
         rank0_only: Whether only rank 0 of the group needs the document. Other ranks return an empty dict.
 
     Raises:
@@ -72,8 +73,9 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta, ra
     counts = [int(size) for size in sizes]
     takes = group.rank() == 0 or not rank0_only
     found = [host.empty(count, torch.uint8) for count in counts] if takes else []
-    for start in range(0, max(counts), _PIECE_BYTES):
-        size = min(_PIECE_BYTES, max(counts) - start)
+    length = max(_PIECE_BYTES // world_size, _LEAST_PIECE_BYTES)
+    for start in range(0, max(counts), length):
+        size = min(length, max(counts) - start)
         piece = host.zeros(size, torch.uint8)
         own = mine[start : start + size]
         piece[: own.numel()] = own

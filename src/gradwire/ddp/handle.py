@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core import threads, torch_private
 from gradwire.core.errors import NO_TENSOR, SyncError
 from gradwire.core.events import Event
-from gradwire.core.spec import ELEMENT_TYPES, TensorSpec
+from gradwire.core.spec import ELEMENT_TYPES
 from gradwire.ddp.advice import advising, what_to_do
 from gradwire.ddp.gathered import Document, GatheredStateful, gather_states, states_of
 from gradwire.ddp.hook_slot import check_types, slot_of
 from gradwire.ddp.loss_scale import LossScale
-from gradwire.ddp.memory_orders import check_memory_orders, memory_orders
+from gradwire.ddp.memory_orders import check_memory_orders, memory_orders, spec_in_memory
 from gradwire.ddp.momentum import MomentumCheck
 from gradwire.ddp.observed import ObservedHandle
 from gradwire.ddp.optimizers import Optimizers
@@ -73,6 +73,7 @@ class Handle(ObservedHandle):
         self._reduced: list[str] = []  # names of those that DDP averages, in its order
         warns = synchronizer.rank == 0
         optimizers.listen(self._before_step, self._after_step, has_scaler=scaler is not None, warns=warns)
+        synchronizer.on_rollback = optimizers.throw_away
         # A module that is dropped without `detach` takes threads and connections with it.
         self._abandoned = weakref.finalize(ddp, _close_in_background, synchronizer)
         self._abandoned.atexit = False
@@ -109,9 +110,12 @@ class Handle(ObservedHandle):
         Args:
             rank0_only: If true, only rank 0 returns the document, and other ranks return an empty dict.
 
-        On failure: raises a `SyncError` after ``SyncOptions.timeout`` for each 16 MiB of a rank's state. Residuals do
+        On failure: raises a `SyncError` if a rank does not come within ``SyncOptions.stall_timeout``, which may take as
+            long as another one writes a checkpoint, or if 16 MiB take longer than ``SyncOptions.timeout``. Residuals do
             not change.
         """
+        self.synchronizer.exchange(np.zeros(1))
+        self.synchronizer.wait()
         return gather_states(self.state_dict(), self._group, self.synchronizer.timeout, rank0_only=rank0_only)
 
     @property
@@ -137,7 +141,7 @@ class Handle(ObservedHandle):
         state = states_of(state)
         ddp = self._ddp()
         known = [] if ddp is None else [each for each in ddp.parameters() if id(each) in self._names]
-        later = {self._names[id(each)]: TensorSpec.of(each) for each in known if each.dtype in ELEMENT_TYPES}
+        later = {self._names[id(each)]: spec_in_memory(each) for each in known if each.dtype in ELEMENT_TYPES}
         if ddp is not None:
             for saved in [state] if isinstance(state, Mapping) else state:
                 check_memory_orders(saved, memory_orders(known, self._names))
@@ -145,6 +149,7 @@ class Handle(ObservedHandle):
         if not isinstance(state, Mapping):
             state = state[self.synchronizer.rank if len(state) == self.synchronizer.world_size else 0]
         self._loss_scale.of_residuals = state.get("loss_scale")
+        self._optimizers.throw_away(None)
         for each in self._optimizers.states:
             each.clipped = bool(state.get("clipped", False))
             each.common = bool(state.get("common", True))
@@ -331,7 +336,7 @@ class Handle(ObservedHandle):
             known = self.synchronizer.tensors
             new = [each for each in zip(names, parameters, strict=True) if each[0] not in known]
             check_types(new)
-            self.synchronizer.register({name: TensorSpec.of(parameter) for name, parameter in new})
+            self.synchronizer.register({name: spec_in_memory(parameter) for name, parameter in new})
             if new:
                 self._momentum.add(new)
             kept = self._buckets[bucket.index()] = memory, names, slices

@@ -1,4 +1,7 @@
-"""Memory orders of parameters, which are the orders of their residuals: ``torch.channels_last`` is one of its own."""
+"""Memory orders of parameters, which are those of their gradients in buckets and of their residuals.
+
+``torch.channels_last`` is one of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ from typing import Any
 import torch
 
 from gradwire.core.errors import OptionError
+from gradwire.core.spec import TensorSpec
 from gradwire.core.torch_private import bucket_order
 from gradwire.residuals.slices import ROLES
 
 Orders = dict[str, list[int]]
 """Dimensions longer than 1 in the order of the memory, slowest first, by name. Without those in their own order."""
+
+
+def spec_in_memory(parameter: torch.Tensor) -> TensorSpec:
+    """Return what a compressor sees of a parameter: its dimensions in the order of the memory."""
+    return TensorSpec(tuple(parameter.shape[dim] for dim in bucket_order(parameter)), parameter.dtype)
 
 
 def memory_orders(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> Orders:

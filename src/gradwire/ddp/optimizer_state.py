@@ -103,6 +103,10 @@ class OptimizerState:
         self._cut_for = {}
         self._end_step()
 
+    def throw_away(self, names: Collection[str] | None) -> None:
+        """Forget what was cut of gradients that were thrown away. None means those of all parameters."""
+        self._cut_for = {} if names is None else {k: v for k, v in self._cut_for.items() if k not in names}
+
     def _end_step(self) -> None:
         self.rates = {index: float(group["lr"]) for index, group in enumerate(self.optimizer.param_groups)}
 

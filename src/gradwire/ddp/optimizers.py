@@ -213,6 +213,11 @@ class Optimizers:
 
     # -- gcomp -----------------------------------------------------------------------------------------------
 
+    def throw_away(self, names: Collection[str] | None) -> None:
+        """Note that gradients were thrown away, by parameter name; None means all."""
+        for state in self.states:
+            state.throw_away(names)
+
     def note_mismatch(self) -> None:
         """Ranks turned out to have different parameters or optimizer states: skip the next step, then rely on none."""
         if any(state.common for state in self.states):

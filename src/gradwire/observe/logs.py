@@ -79,8 +79,8 @@ def writer_to(target: Any, names: Sequence[str]) -> Writer:
 
     Args:
         target: The path of a CSV file, which is continued if it has the same columns; an object with `add_scalar`, such
-            as TensorBoard's SummaryWriter; an object with `log`, such as a Weights & Biases run, whose other history
-            keeps its own steps; or a function that takes the scalars and the step.
+            as TensorBoard's SummaryWriter; an object with `log`; a Weights & Biases run, whose next row gets the
+            scalars, so that its history keeps its own steps; or a function that takes the scalars and the step.
         names: Names of all scalars.
 
     Raises:
@@ -94,6 +94,7 @@ def writer_to(target: Any, names: Sequence[str]) -> Writer:
     if callable(getattr(target, "log", None)):
         if callable(getattr(target, "define_metric", None)):
             target.define_metric("gradwire/*", step_metric=STEP)
+            return lambda scalars, step: target.log(dict(scalars), commit=False)
         return lambda scalars, step: target.log(dict(scalars))
     if callable(target):
         return target  # type: ignore[no-any-return]

@@ -47,8 +47,9 @@ class MomentumCorrection(ErrorFeedback):
         masking: Whether to reset the velocity of each element that a sparse compressor has just sent, so that stale
             momentum does not overshoot (momentum factor masking). Also of those selected but lost to a collision; see
             `Compressor.loses_selected`. Others, such as `onebit`, send all elements: no momentum would be left.
-        clip: Largest norm of a tensor's gradient over all ranks, of which each rank may use 1 / sqrt(W), without the
-            loss scale of a GradScaler that `attach` was given. 0 disables clipping.
+        clip: Largest norm of a tensor's mean gradient, as if the gradients of ranks were independent: each rank's part
+            of it, g / W, may have 1 / sqrt(W) of that norm (DGC, algorithm 4), without the loss scale of a GradScaler
+            that `attach` was given. 0 disables clipping.
     """
 
     name: ClassVar[str] = "momentum"
@@ -124,7 +125,7 @@ class MomentumCorrection(ErrorFeedback):
         if not self.clip:
             return 1.0
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        most = loss_scale * self.clip / math.sqrt(world_size)
+        most = loss_scale * self.clip * math.sqrt(world_size)  # of g, which is W times its part of the mean
         return most / norm if most < norm < math.inf else 1.0
 
     def contribution(self, own: EncodeInput) -> EncodeInput:

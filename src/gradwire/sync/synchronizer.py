@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -69,6 +69,7 @@ class Synchronizer(Peers):
 
     Attributes:
         closed: Whether `close` was called.
+        on_rollback: Called when gradients count as thrown away, with names of their tensors; None means all.
         state_mismatch: Whether ranks turned out to hold different optimizer state, in this step or one before. The mean
             of that step is NaN, on all ranks, and it is rolled back like any that is not finite.
 
@@ -101,6 +102,7 @@ class Synchronizer(Peers):
         self.residuals = Residuals()
         self._metrics = Metrics(self.events)
         self._aux = aux
+        self.on_rollback: Callable[[Collection[str] | None], None] = lambda names: None
         self._nonfinite: set[str] = set()  # names of tensors whose means in this step are not finite
         self.state_mismatch = False
         self._watch: NormWatch | None = None
@@ -363,6 +365,7 @@ class Synchronizer(Peers):
         """
         self.wait()
         self.residuals.rollback(names)
+        self.on_rollback(names)
         if self._watch is not None:
             self._watch.discard()
         detail = {"step": self.step, "num_steps": self._num_steps, "finite": not self._has_nonfinite(names)}

@@ -85,6 +85,13 @@ class GradwireCallback(TrainerCallback):
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
+        if self.handle.synchronizer.plan.has_velocity and args.max_grad_norm:
+            logger.warning(
+                "The Trainer clips to max_grad_norm=%g what it takes for gradients. With momentum correction these are "
+                "velocities, up to 1 / (1 - momentum) times as large. Set max_grad_norm=0, and pass clip= to "
+                "MomentumCorrection.",
+                args.max_grad_norm,
+            )
         self._logged_step = state.global_step
         if state.global_step:
             self._resume(self.handle, state)

@@ -44,9 +44,10 @@ class SingleProcessHandle(ObservedHandle):
 
     def __init__(self, module: nn.Module) -> None:
         parameters = [(uncompiled_name(name), each) for name, each in module.named_parameters()]
+        parameters = [(name, each) for name, each in parameters if each.dtype in ELEMENT_TYPES]  # others keep none
         tensors = {name: TensorSpec.of(each) for name, each in parameters if each.requires_grad}
         frozen = ((name, each) for name, each in parameters if not each.requires_grad)
-        self._frozen = {name: TensorSpec.of(each) for name, each in frozen if each.dtype in ELEMENT_TYPES}
+        self._frozen = {name: TensorSpec.of(each) for name, each in frozen}
         info = GroupInfo(0, 1, dist.HashStore(), "single process")  # type: ignore[attr-defined]
         super().__init__(Synchronizer(info, "none", tensors=tensors))
         self._loaded: Mapping[str, Any] = {}  # with the entries of several ranks' handles

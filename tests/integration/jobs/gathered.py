@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,20 @@ def total(states: list[Any]) -> dict[str, torch.Tensor]:
     return totals
 
 
+def late(rank: int, world_size: int) -> list[str]:
+    """Rank 0 comes later than the timeout of a message, as when it has written a checkpoint before."""
+    ddp, optimizer, handle = job(timeout=timedelta(seconds=2))
+    train(ddp, optimizer, rank, world_size, 0, 1)
+    if rank == 0:
+        time.sleep(4)
+    found = sorted(handle.gather_state_dict())
+    handle.detach()
+    return found
+
+
 def absent(rank: int, world_size: int) -> str:
     """Rank 1 does not gather."""
-    ddp, optimizer, handle = job(timeout=timedelta(seconds=2))
+    ddp, optimizer, handle = job(timeout=timedelta(seconds=2), stall_timeout=timedelta(seconds=2))
     train(ddp, optimizer, rank, world_size, 0, 1)
     said = ""
     if rank == 0:
