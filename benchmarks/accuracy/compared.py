@@ -53,7 +53,7 @@ def phases(method: str, steps: int) -> list[tuple[int, str]]:
     if not warmup:
         return [(steps, method)]
     name, rest = re.split("[:@/]", method)[0], method[len(re.split("[@/]", method)[0]) :]
-    ratios = Counter(ratio_at(options["ratio"], warmup, step) for step in range(steps))
+    ratios = Counter(ratio_at(options["ratio"], warmup, step) for step in range(1, steps + 1))
     return [
         (count, spec_of(make(name, **{**options, "ratio": ratio, "warmup": 0})) + rest)
         for ratio, count in ratios.items()

@@ -40,7 +40,7 @@ def test_too_low_a_threshold_is_made_good_by_the_second_selection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "kept"), [(0, 0.25), (9, 0.25), (10, 0.0625), (29, 0.015625), (30, 0.01), (9999, 0.01)]
+    ("step", "kept"), [(1, 0.25), (10, 0.25), (11, 0.0625), (30, 0.015625), (31, 0.01), (9999, 0.01)]
 )
 def test_the_kept_fraction_falls_to_the_ratio(step: int, kept: float) -> None:
     grad = normal(8_000)

@@ -123,6 +123,18 @@ def block_norms(g, block=96):
     return concat(s=s, q=q, n=g.map(lambda x: x < 0, dtype=uint1), unused=(g < 0).blocks(block).reduce(count))
 
 
+@_algorithm(lambda p: p.q * p.s)
+def noisy_blocks(g, block=64):
+    s = (abs(g) + random()).blocks(block).reduce(max)
+    return concat(s=s, q=g.map(lambda x: sign(x) * where(random() < abs(x) / s, 1.0, 0.0), dtype=trit))
+
+
+@_algorithm(lambda p: p.value.scatter(p.index))
+def few_of_many(g, most=20):
+    kept = g.filter(lambda x: x > 0.5, at_most=most)
+    return concat(index=kept.index, value=kept.value, unused=kept.reduce(sum) + kept.reduce(count))
+
+
 @_algorithm(lambda p: p.value.scatter(p.index))
 def hashed(g, ratio=0.05):
     kept = g.filter(lambda x: abs(x) >= 1.5).hash(ceil(ratio * g.size))

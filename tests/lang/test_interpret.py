@@ -125,6 +125,14 @@ def test_numbers_that_are_known_beforehand_can_be_sent() -> None:
     assert known == {"scale": f32(0.1), "rate": f32(0.3), "offset": 3, "large": np.finfo(f32).max}
 
 
+def test_a_limit_of_a_filter_holds_for_what_is_reduced() -> None:
+    x = gradient(1000)
+    body, _ = interpret.encode(algorithms.program("few_of_many"), x, environment(x.size))
+    kept = x[x > 0.5][:20]
+    assert kept.size == 20 < (x > 0.5).sum()
+    assert body[:4].view(f32)[0] == pytest.approx(float(kept.sum()) + 20)
+
+
 def test_scale_and_residual_come_before_everything() -> None:
     x, residual = gradient(500), gradient(500, seed=1)
     program = algorithms.program("ternary")

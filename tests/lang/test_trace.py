@@ -164,6 +164,10 @@ ENCODERS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "exponent of a scalar": (lambda g: concat(q=g * exponent(g.reduce(max))), "it is for elements", "in map"),
     "exponent of the size": (lambda g: concat(q=g * exponent(g.size)), "known from length and step alone", "in Python"),
     "over_ranks of elements": (lambda g: concat(q=g * g.over_ranks(max)), "only scalars", "reduce first"),
+    "over_ranks of what depends on another": (
+        lambda g: concat(q=g * (g * abs(g).reduce(max).over_ranks(max)).reduce(max).over_ranks(max)),
+        "cannot depend on another over_ranks", "reduce something else",
+    ),
     "over_ranks with mean": (lambda g: concat(q=g * g.reduce(max).over_ranks(mean)), "not mean", "choose one of these"),
     "nothing of the gradient": (lambda g: concat(q=random(shared=True)), "depends on the gradient", "use the argument"),
     "scatter in encode": (lambda g: concat(q=positive(g).value.scatter(positive(g).index)), "cannot use scatter", "in"),

@@ -43,7 +43,7 @@ class THC(Homomorphic):
     """THC: rotated blocks as indices into a table, which an aggregator looks up and adds, with error feedback.
 
     Args:
-        bits: Bits of an index, from 1 to 8.
+        bits: Bits of an index, from 2 to 8. With 1, the error is larger than the gradient, and residuals would grow.
         granularity: Largest value of the table; None chooses it for the number of ranks, see `support.thc_choice`.
         p: Fraction of coordinates that are clamped; None chooses it likewise, as if ranks held copies.
         block: Elements that are rotated together and share a scale; a power of two from 64 to 2^20.
@@ -63,7 +63,7 @@ class THC(Homomorphic):
         rotate: str = "block",
         accumulator_bits: int | None = None,
     ) -> None:
-        super().__init__(bits, block, rotate, accumulator_bits)
+        super().__init__(options.integer("bits", bits, 2, 8), block, rotate, accumulator_bits)
         self.p = None if p is None else options.real("p", p, thc_tables.MIN_P, 0.5)
         self.granularity = granularity
         if granularity is not None:

@@ -26,7 +26,7 @@ class Context:
 
     Args:
         name: Parameter name.
-        step: Synchronization step, counted from 0.
+        step: Synchronization step; that of the first gradients is 1.
         rank: Rank that encodes.
         world_size: Number of ranks in the process group.
         seed: Seed of the job, the same on all ranks.

@@ -57,7 +57,7 @@ def sqrt(x: Any) -> Value:
 
 
 def step() -> Value:
-    """Number of the synchronization step, from 0, the same on all ranks."""
+    """Number of the synchronization step, 1 in the first one, the same on all ranks."""
     return Value(graph().add("step", ()))
 
 

@@ -262,6 +262,8 @@ class Filtered:
 
     def reduce(self, function: Any) -> Value:
         """Reduce the selected elements to one number."""
+        if self._at_most is not None:
+            return self.value.reduce(function)
         return _reduced((self._node, self._mask), function)
 
     @property

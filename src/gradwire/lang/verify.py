@@ -39,6 +39,11 @@ def _verify_encode(program: Program) -> None:
             )
         if node.op == "scatter":
             raise TraceError("encode cannot use scatter", node.where, "send index and value, and scatter in decode")
+        if node.op == "over_ranks" and any(each.op == "over_ranks" for each in closure(list(node.inputs))):
+            raise TraceError(
+                "over_ranks cannot depend on another over_ranks: all statistics are exchanged in one round", node.where,
+                "reduce something else over ranks, or compute from both afterwards",
+            )  # fmt: skip
     if all(node.op != "gradient" for node in nodes):
         raise TraceError("Nothing that encode sends depends on the gradient", place, "use the argument of encode")
     spaces = {each.node.space for each in program.fields if each.node.space.kind == "items"}

@@ -33,7 +33,7 @@ def test_eight_ranks_fit_8_bits_at_granularity_30_and_nine_do_not() -> None:
     assert accumulator_for(2, 3, 32) == np.uint32
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_no_table_of_so_many_bits_that_fits_the_narrowest_lanes_is_better_by_half_a_percent(bits: int) -> None:
     evenly_spaced, finest = 2**bits - 1, 4 * 2**bits - 1
     costs = {granularity: optimal(bits, granularity, P).cost for granularity in range(evenly_spaced, finest + 1)}
@@ -65,7 +65,7 @@ def test_more_bits_get_a_table_no_worse_than_evenly_spaced_values(bits: int) -> 
         assert table.cost <= optimal(bits, 2**bits - 1, P).cost
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_clamp_has_the_least_error_of_copies_above_its_bound(bits: int) -> None:
     for world_size in (1, 3, 4, 8, 16, 200):
         table, _ = choose(world_size, bits, None)
@@ -82,6 +82,6 @@ def test_lanes_that_are_asked_for_are_kept_to() -> None:
     table, lane = choose(18, 4, P, 8)
     assert (table.bits, lane) == (3, np.uint8)
     assert choose(8, 4, P, 16).accumulator == np.uint16
-    assert choose(255, 4, P, 8).table.values == (0, 1)
+    assert choose(85, 4, P, 8).table.values == (0, 1, 2, 3)
     with pytest.raises(OptionError, match="Leave accumulator_bits out"):
-        choose(256, 4, P, 8)
+        choose(86, 4, P, 8)  # with 1 bit, the error would be larger than the gradient

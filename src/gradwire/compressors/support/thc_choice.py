@@ -85,15 +85,15 @@ def choose(world_size: int, bits: int, p: float | None, accumulator_bits: int | 
         accumulator_bits: Bits of the accumulator, or None to choose them.
 
     Raises:
-        OptionError: Not even 1 bit fits the accumulator.
+        OptionError: Not even 2 bits fit the accumulator.
     """
     widths = ACCUMULATOR_BITS if accumulator_bits is None else (accumulator_bits,)
-    for each in range(bits, 0, -1):
+    for each in range(bits, 1, -1):
         for width in widths:
             if table := _best(each, (2**width - 1) // world_size, p, world_size):
                 return Choice(table, np.dtype(f"u{width // 8}"))
     raise OptionError(
-        f"Accumulators of {widths[-1]} bits do not hold the sum of {world_size} ranks, even with 1 bit per index. "
+        f"Accumulators of {widths[-1]} bits do not hold the sum of {world_size} ranks, even with 2 bits per index. "
         "Leave accumulator_bits out."
     )
 

@@ -231,6 +231,7 @@ class NumbaElementSweep:
         roots = [each for node in step.block_sinks for each in node.inputs]
         with lines.block(f"for start in range(b * {block}, block_end, CHUNK):"):
             lines.add("end = min(block_end, start + CHUNK)")
+            f.draws(roots, "start", "end - start")
             for _, emission in emissions:
                 lines.add(*emission.chunk)
             with lines.block("for i in range(start, end, LANES):"):
