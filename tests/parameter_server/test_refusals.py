@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from gradwire.core.errors import FrameError
 from gradwire.parameter_server.session import TrainingJoin
+from gradwire.parameter_server.shard import ParameterShard
 from gradwire.wire.frame import FrameFlags, FrameKind, Header
 from tests.parameter_server.harness import EPOCH, GROUPS, Job, Worker, make_config, tell
 
@@ -198,6 +200,59 @@ def test_configurations_that_are_none_are_refused(wrong):
     said["agreement"]["tensors"][0] |= wrong
     with pytest.raises(FrameError):
         TrainingJoin.from_bytes(json.dumps(said).encode())
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a list of tensors."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+
+
+@pytest.mark.parametrize(("kind", "group", "said"), [
+    (Counting, {"lr": 0.1, "k": 0}, "it changes 'k' of its group in a step"),
+    (Remembering, {"lr": 0.1}, "JSON"),
+])  # fmt: skip
+def test_an_optimizer_whose_state_would_be_lost_is_refused(kind, group, said):
+    name = f"{__name__}.{kind.__name__}"
+    shard = ParameterShard((name,))
+    with pytest.raises(FrameError, match=said):
+        shard.check(make_config(optimizer=name), (group,))
+
+
+def test_hyperparameters_are_checked_for_each_optimizer():
+    """A worker that has left may have brought the same ones for another."""
+    shard = ParameterShard()
+    shard.check(make_config(), GROUPS)
+    with pytest.raises(FrameError, match="--optimizer"):
+        shard.check(make_config(optimizer="my.module.SGD"), GROUPS)
+
+
+def test_a_worker_that_comes_again_before_the_model_brings_its_groups():
+    """It was corrected, and has more of them now."""
+    job = Job(make_config())
+    job.workers[1].join()
+    job.settle()
+    job.post(job.machine.leave(1))
+    groups = (*GROUPS, *GROUPS)
+    for number in range(3):
+        job.workers[number] = Worker(number, job.config, incarnation=10 + number)
+        job.workers[number].join(groups)
+    job.settle()
+    for worker in job.workers:
+        worker.begin()
+    tell(job, 1, groups)
+    job.train(1)
 
 
 def test_an_optimizer_that_is_none_costs_its_sender_alone():

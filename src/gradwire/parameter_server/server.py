@@ -176,7 +176,8 @@ class ServerStateMachine:
         if join.incarnation not in processes:
             processes.append(join.incarnation)
             del processes[:-MAX_INCARNATIONS]
-        self.groups.setdefault(worker, join.groups)  # a worker that returns sends them again before its next push
+        if not self.initialized or worker not in self.groups:
+            self.groups[worker] = join.groups  # a worker that returns later sends them again before its next push
         self.present.add(worker)
         self.finished.discard(worker)
         if self.initialized or worker == 0:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class ParameterShard:
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._allowed = allowed
         self._first_groups: Groups | None = None
-        self._checked: deque[Groups] = deque(maxlen=CHECKED_GROUPS)
+        self._checked: deque[tuple[str, frozenset[tuple[int, int, str]], Groups]] = deque(maxlen=CHECKED_GROUPS)
 
     def check(self, config: TrainingConfig, groups: Groups) -> None:
         """Refuse hyperparameters with which a step would fail. Tries them on parameters of one element.
@@ -89,9 +90,10 @@ class ParameterShard:
         Some hyperparameters cannot be changed later: the trial starts with the first ones and goes on with these.
 
         Raises:
-            FrameError: The optimizer refuses them, or there is no such optimizer.
+            FrameError: The optimizer refuses them, or there is no such optimizer, or it keeps what cannot be saved.
         """
-        if _without_rates(groups) in self._checked:
+        checked = config.optimizer, config.kinds, _without_rates(groups)
+        if checked in self._checked:
             return
         first = groups if self._first_groups is None or not self.optimizers else self._first_groups
         try:
@@ -99,10 +101,11 @@ class ParameterShard:
                 spec = TensorSpec((1,) * dimensions, getattr(torch, dtype))
                 parameter = torch.nn.Parameter(host.ones(spec.shape, spec.dtype))
                 optimizer = self._new_optimizer(config.optimizer, parameter, _plain_group(first[number]))
-                for group in (first[number], groups[number], groups[number]):
-                    optimizer.param_groups[0].update(_plain_group(group))
+                for group in map(_plain_group, (first[number], groups[number], groups[number])):
+                    optimizer.param_groups[0].update(group)
                     parameter.grad = torch.ones_like(parameter)
                     optimizer.step()
+                    _expect_saved(optimizer, group)
                 if not bool(torch.isfinite(parameter).all()):
                     raise ValueError("a step with them is not finite")
         except Exception as error:  # optimizers raise what they like
@@ -110,7 +113,7 @@ class ParameterShard:
                 f"The optimizer {config.optimizer} does not take the hyperparameters {groups!s:.200} ({error}). Change "
                 "them in the worker's optimizer."
             ) from error
-        self._checked.append(_without_rates(groups))
+        self._checked.append(checked)
         self._first_groups = first
 
     def put(self, tensor: int, body: np.ndarray) -> None:
@@ -221,6 +224,23 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     if "params" in group:
         raise OptionError("A worker sent parameters as a hyperparameter.")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+def _expect_saved(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Check after a step that checkpoints can hold the optimizer's state, and that it keeps none in its group.
+
+    Raises:
+        ValueError: It keeps something in its group, which a worker sets before each step, or something that is neither
+            a tensor nor plain data.
+    """
+    now = optimizer.param_groups[0]
+    changed = [key for key, value in group.items() if now[key] != value]
+    if changed:
+        raise ValueError(f"it changes {changed[0]!r} of its group in a step, and workers set it back")
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) and json.loads(json.dumps(value)) != value:
+                raise ValueError(f"its state {key!r} is neither a tensor nor plain data")
 
 
 def _without_rates(groups: Groups) -> Groups:
