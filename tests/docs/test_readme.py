@@ -61,7 +61,7 @@ def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_minutes_to_the_loss_of_ddp_are_those_of_the_record() -> None:
-    found = Findings.of(read_figures(RESULTS / "time-to-accuracy.csv"), "small")
+    found = Findings.of(read_figures(RESULTS / "time-to-accuracy.csv"), "text")
     rows = re.findall(r"^\| (.+?)" + 6 * r" \| ([\d.]+)" + r" \|$", README, re.M)
     assert len(rows) > 4
     for name, *cells in rows:

@@ -3,7 +3,7 @@
 Figures are validation losses relative to DDP fp32 of the same seeds, after 3,000 steps of a ResNet with momentum 0.9
 (`benchmarks/accuracy/README.md`). The methods of `balanced` end no higher than DDP in the mean of three seeds. A model
 of characters is trained without momentum, also with three seeds: there they end within 0.1 %, on a larger one threelc
-0.4 % above (two seeds). int8shared is not trained. Stronger ratios and sparsities than those of `aggressive` are for
+0.4 ± 0.4 % above. int8shared is not trained. Stronger ratios and sparsities than those of `aggressive` are for
 users who have tried them on their model.
 
 Momentum in an optimizer sees what a residual has gathered as one late gradient. A method may belong to its level only
