@@ -119,6 +119,10 @@ def test_uneven_inputs() -> None:
         assert training["error"] < (1e-5 if not case.startswith("int8shared") else 0.01), case
 
 
+def test_a_rank_that_has_left_settles_each_optimizer_alone() -> None:
+    assert results(launch("composition.join_with_two_optimizers", 2))[1]["error"] < 1e-5
+
+
 @pytest.mark.ci
 def test_a_lost_rank_is_named_where_torch_gives_no_end_of_backward() -> None:
     outcome = launch("composition.lost", 3)[0]

@@ -157,6 +157,28 @@ def test_a_frame_that_is_late_is_noticed_while_all_threads_compute(monkeypatch: 
         assert (type(error), error.rank) == (PeerTimeoutError, 1)
 
 
+def test_a_run_that_fails_at_its_end_after_the_engine_has_failed_is_told() -> None:
+    """The engine's failure has passed it by, because it counted as ended."""
+    failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
+    ends, go_on = threading.Event(), threading.Event()
+
+    def done() -> None:
+        ends.set()
+        assert go_on.wait(PATIENCE)
+        broken()
+
+    with setup() as made:
+        run = computing(done=done)
+        run.on_failed = failed.put  # type: ignore[method-assign]
+        made.engine.run(run)
+        assert ends.wait(PATIENCE)
+        made.engine.fail(SyncError("something"))
+        until(lambda: made.peers[1].failure() is not None)  # all runs have been told
+        assert failed.empty()
+        go_on.set()
+        assert "something" in str(failed.get(timeout=PATIENCE))
+
+
 def test_a_failure_while_the_transport_cannot_be_told_still_fails_the_runs() -> None:
     failed: queue.SimpleQueue[SyncError] = queue.SimpleQueue()
     with setup() as made:

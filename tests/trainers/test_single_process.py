@@ -39,6 +39,13 @@ def test_one_process_is_logged_and_every_call_works(caplog: pytest.LogCaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
+def test_parameters_that_are_never_averaged_need_no_condition_either() -> None:
+    module = nn.Linear(4, 2)
+    module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    handle = attach_unless_alone(module, "threelc", 1, optimizer=None, scaler=None)
+    assert list(handle.synchronizer.tensors) == ["weight", "bias"]
+
+
 def test_every_call_of_a_handle_but_the_hook_is_there() -> None:
     users = {name for name in dir(gw.Handle) if not name.startswith("_")}
     hooks = {"hook", "on_bucket", "commit_without_optimizer"}  # of a DDP module, which one process does not have

@@ -16,10 +16,7 @@ MAX_RANGE_ELEMENTS = 1 << 24  # so that several threads can work on a larger sha
 MIN_ELEMENTS = 1_024
 IN_PLACE = ("ring", "scatter_reduce")  # strategies in which dense gradients are added where they are
 MIN_KEPT = 16  # elements of a tensor that a sparsifier sends; with 2, a ResNet lost 4 points (docs/sparsification.md)
-
-
-MAX_PARTITIONS = 1 << 16
-"""Each costs a task and a frame, on every rank. The planner takes 16 for each rank at most."""
+MAX_PARTITIONS = 1 << 16  # of a tensor; each costs a task and a frame, and the planner takes 16 for each rank at most
 
 
 def min_elements_of(compressor: Compressor) -> int:

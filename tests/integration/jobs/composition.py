@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from tests.integration.jobs.auto import Product
 from tests.integration.jobs.training import batches, fingerprint, loss_of, model, wrap
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -282,6 +283,36 @@ def _join_training(rank: int, world_size: int, method: str, strategy: str, with_
     after = fingerprint(parameter.grad for parameter in ddp.parameters())
     handle.detach()
     return {**finished, "error": error, "kept": kept, "after": after}
+
+
+def join_with_two_optimizers(rank: int, world_size: int) -> dict[str, float]:
+    """Rank 0 leaves early. In a later step one of two tensors has no number, so that its optimizer does not step."""
+    tensors = nn.ParameterDict({name: torch.zeros(64, 64) for name in "ab"})
+    ddp = DistributedDataParallel(Product(tensors))
+    optimizers = {name: torch.optim.SGD([parameter], 1.0) for name, parameter in tensors.items()}
+    plan = gw.Plan("threelc", strategy="scatter_reduce", partitions=2, min_elements=0)
+    handle = gw.attach(ddp, plan, optimizer=list(optimizers.values()))
+    produced = torch.zeros(64, 64, dtype=torch.float64)
+    with ddp.join():
+        for step in range(2 + 4 * rank):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            grads = {name: torch.randn(64, 64, generator=generator) for name in optimizers}
+            if step == 3:
+                grads["a"][0, 0] = torch.nan
+            produced += grads["b"].double() / world_size
+            ddp.zero_grad()
+            ddp(grads).backward()
+            for name, optimizer in optimizers.items():
+                if tensors[name].grad.isfinite().all():
+                    optimizer.step()
+    for role in ("local", "aggregate"):
+        left = _residual(handle, role).get("parameters_.b", torch.zeros(0))
+        produced.view(-1)[: left.numel()] -= left
+    dist.all_reduce(produced)
+    handle.detach()
+    return {
+        "error": float((produced + tensors["b"].double()).norm() / produced.norm())
+    }  # of rank 1, which saw all steps
 
 
 def _residual(handle: gw.Handle, role: str) -> dict[str, torch.Tensor]:
