@@ -120,7 +120,8 @@ class DyingServer(Mute):
         for kind, words in self._answers:
             answer = Header(kind, sender=self._member.rank, epoch=self._member.epoch)
             self._endpoint.send(peer, answer, np.frombuffer(words, np.uint8))
-        self._endpoint._links[peer].socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the peer was first
+            self._endpoint._links[peer].socket.shutdown(socket.SHUT_RDWR)
 
 
 GARBAGE = bytes(range(256)) * 4
