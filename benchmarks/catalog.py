@@ -146,7 +146,7 @@ _PLANNING = (
         "... and `powersgd` than torch's PowerSGD hook of the same rank?",
         "planning.never_slower",
         "--data FOLDER",
-        presets={"method": "powersgd", "rivals": "ddp-powersgd", "rates": "none,1gbit,100mbit", "jobs": 3},
+        presets={"method": "powersgd", "rivals": "ddp-powersgd", "rates": "none,1gbit,100mbit"},
     ),
     Benchmark(
         "device-counts",

@@ -32,7 +32,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -86,9 +86,9 @@ class Task:
     has_momentum: bool
 
     @classmethod
-    def of(cls, name: str, data: Path | None) -> Task:
-        """The workload with a name, one of `WORKLOADS` or of `gradwire bench`."""
-        made_by = WORKLOADS.get(name, name)
+    def of(cls, name: str, data: Path | None, workloads: Mapping[str, str] = WORKLOADS) -> Task:
+        """The workload with a name, one of `workloads` or of `gradwire bench`."""
+        made_by = workloads.get(name, name)
         if name in NEEDS_DATA:
             if data is None:
                 raise OptionError(f"The workload {name} trains on images. Pass --data FOLDER with those of CIFAR-10.")

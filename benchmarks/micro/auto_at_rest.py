@@ -3,7 +3,8 @@
 Ranks on the loopback train three replicas of one model in turns: plain DDP, DDP under `auto`, which has settled on
 DDP's own all-reduce, and plain DDP once more. The second plain one shows how far DDP differs from itself. Where a
 replica lies in memory and what ran before it matter, too: in each of three jobs another one is made first, and every
-other turn is in the opposite order.
+other turn is in the opposite order. A run has the mean of its steps: `auto` works in six of 33, which a median would
+not see.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gradwire.tuning.trials import Script
 
 METHODS = ("ddp", "auto", "ddp again")
 RUNS = 2
-"""Runs of each job, of which there is one for each method to begin with."""
+"""Turns of each method in a job, after one that warms up."""
 WARM_UP_STEPS = 12
 
 
@@ -51,7 +52,7 @@ def settle(pilot: Autopilot) -> None:
 def rank_main(
     rank: int, ranks: int, methods: Sequence[str], workload: str, steps: int, folder: str, line: Connection
 ) -> None:
-    """One rank: sends the median seconds of a step, for each run of each method."""
+    """One rank: sends the mean seconds of a step, for each run of each method."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     task = make_workload(workload)
@@ -67,19 +68,19 @@ def rank_main(
         replicas[method] = ddp, optimizer
     batches = list(islice(iterate(task, 0, rank, ranks), 16))
     found: dict[str, list[float]] = {method: [] for method in methods}
-    for run_index in range(-1, RUNS):
-        for method in methods[:: (-1) ** run_index]:
+    for turn in range(1 + RUNS):
+        for method in methods[:: (-1) ** turn]:
             ddp, optimizer = replicas[method]
             times = []
-            for step in range(WARM_UP_STEPS if run_index < 0 else steps):
+            for step in range(steps if turn else WARM_UP_STEPS):
                 inputs, targets = batches[step % len(batches)]
                 begun = time.perf_counter()
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 times.append(time.perf_counter() - begun)
-            if run_index >= 0:
-                found[method].append(statistics.median(times))
+            if turn:
+                found[method].append(statistics.fmean(times))
     line.send(found)
     handle.detach()
     dist.destroy_process_group()
@@ -118,7 +119,7 @@ def run_job(methods: Sequence[str], workload: str, ranks: int, steps: int) -> di
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians, and each method's speed against plain DDP."""
+    """Medians of the runs, and each method's speed against plain DDP."""
     steps = {method: [row["value"] for row in rows if row["method"] == method] for method in METHODS}
     lines = [
         f"{method:10} {1000 * statistics.median(times):7.2f} ms a step ({1000 * min(times):.2f} to "

@@ -1,22 +1,25 @@
 """Is a method of gradwire ever slower than its rivals? Steps in turns, compared run by run.
 
-All methods run in the same jobs in the lab, six times. Each replays the backward pass of the same recording; codecs
-and network are real. Steps of the same method differ from job to job by more than within one, so there are several
-jobs. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a second
-(`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. Bucket sizes are
-tried in a job of their own, and each method keeps its faster one. `auto` has that of the fastest rival, as in a script
-that was tuned without it.
+All methods of a run exist in one job in the lab. Each replays the backward pass of the same recording; codecs and
+network are real. Steps of the same method differ from job to job by more than within one, so each of the six runs has a
+job of its own. `auto` begins every run from nothing. Once it has decided, the methods are timed in turns of about a
+second (`benchmarks/planning/turns.py`), since the speed of a machine drifts by more than a method may lose. The first
+module that a process makes was seen to be slower by a millisecond in 45, with the same method: its tensors lie
+elsewhere in memory. So in each run another method is made first. Bucket sizes are tried in a job of their own, and each
+method keeps its faster one. `auto` has that of the fastest rival, as in a script that was tuned without it.
 
-The best rival is the one with the smallest median. A ratio is its step over the method's in the same run, and a cell
-has the median of its ratios. Its control is a rival compared with itself: each run has a second copy of the one that
-was the fastest in trial, and the control is the range of their ratios. A cell holds if its median is at least 0.99, or
-is no less than the lower end of the control. Records from before the second copy have the ratios of the rival's median
-to its slowest and to its fastest run in its place, which is wider where jobs differ.
+A run has the mean of its steps, which is what training takes: `auto` works in six of 33 steps, and a median would not
+see those. The best rival is the one with the smallest median of its runs. A ratio is its step over the method's in the
+same run, and a cell has the median of its ratios. Its control is a rival compared with itself: each run has a second
+copy of the one that was the fastest in trial, and the control is the range of their ratios. A cell holds if its median
+is at least 0.99, or is no less than the lower end of the control.
+
+Older records have medians of the steps of a run, and several runs in a job. Those from before the second copy have the
+ratios of the rival's median to its slowest and to its fastest run as their control, which is wider if jobs differ.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.accuracy.time_to_accuracy import Task
+from benchmarks.accuracy.time_to_accuracy import WORKLOADS, Task
 from benchmarks.intervals import interval
 from benchmarks.keys import key_of
 from benchmarks.options import Rates, Seconds, listed
@@ -35,6 +38,7 @@ from gradwire.bench.job import BenchmarkJob, Message, Segment, SegmentOutcome
 from gradwire.bench.launch import launch
 from gradwire.bench.methods import bucket_sizes, is_auto, is_native, label
 from gradwire.bench.results import combine_times
+from gradwire.bench.statistics import across_ranks
 from gradwire.bench.table import rate_text
 from gradwire.planner import PlanTable
 
@@ -44,6 +48,8 @@ AGAIN = " again"
 """Ends the name of the rival's second copy."""
 UNSHAPED = "none"
 BOUND = 0.99
+MADE_BY = {"vision": WORKLOADS["vision"]}
+"""The others have the names of `gradwire bench`: `text` has its batches of 304 samples on each rank."""
 KEY, CHOICES = ("workload", "rate"), ("workloads", "rates")
 Row = dict[str, Any]
 
@@ -51,45 +57,44 @@ Row = dict[str, Any]
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def cell(
-    task: Task, rate: str, methods: Sequence[str], jobs: int, runs: int, seconds: float, progress: Progress
-) -> list[Row]:
-    """Rows of all runs, in several jobs, of one workload at one rate. The first method is compared with the others."""
+def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: float, progress: Progress) -> list[Row]:
+    """Rows of all runs of one workload at one rate. The first method is compared with the others."""
     method, *rivals = methods
     tuned = rivals if is_auto(method) else methods
     sizes = {each: BUCKETS_MB if each == method else bucket_sizes(each, BUCKETS_MB) for each in tuned}
     tried = [(each, size) for each in tuned for size in sizes[each]]
     faster: dict[str, Row] = {}
-    for row in _run(task, rate, [tried], seconds / 3, progress, "gradwire.bench.worker"):
-        faster[row["method"]] = min(faster.get(row["method"], row), row, key=lambda each: each["value"])
-    faster.setdefault(method, min(faster.values(), key=lambda each: each["value"]))
-    twin = min(rivals, key=lambda each: faster[each]["value"])
-    chosen = [(each, faster[each]["bucket_mb"]) for each in (*methods, twin)]
+    for row in _run(task, rate, tried, seconds / 3, progress, "gradwire.bench.worker"):
+        faster[row["method"]] = min(faster.get(row["method"], row), row, key=_step)
+    faster.setdefault(method, min(faster.values(), key=_step))
+    twin = min(rivals, key=lambda each: _step(faster[each]))
+    chosen = [(each, faster[each]["bucket_mb"], "") for each in methods] + [(twin, faster[twin]["bucket_mb"], AGAIN)]
     rows: list[Row] = []
-    jobs = min(jobs, runs)
-    bounds = [runs * job // jobs for job in range(jobs + 1)]
-    for first, end in itertools.pairwise(bounds):
-        part = _run(task, rate, [chosen] * (end - first), seconds, progress, "benchmarks.planning.turns")
-        for index, row in enumerate(part):
-            again = AGAIN if (index + 1) % len(chosen) == 0 else ""
-            rows.append(row | {"run": first + row["run"], "method": row["method"] + again})
+    for run in range(runs):
+        first = run % len(chosen)
+        ordered = chosen[first:] + chosen[:first]
+        part = _run(task, rate, [each[:2] for each in ordered], seconds, progress, "benchmarks.planning.turns")
+        found = [
+            row | {"run": run, "method": row["method"] + again}
+            for row, (_, _, again) in zip(part, ordered, strict=True)
+        ]
+        rows += found[-first:] + found[:-first]
     return rows
 
 
+def _step(row: Row) -> float:
+    """Mean step of a run in seconds. Older records have the median."""
+    return float(row.get("mean") or row["value"])
+
+
 def _run(
-    task: Task,
-    rate: str,
-    rounds: Sequence[Sequence[tuple[str, float]]],
-    seconds: float,
-    progress: Progress,
-    module: str,
+    task: Task, rate: str, methods: Sequence[tuple[str, float]], seconds: float, progress: Progress, module: str
 ) -> list[Row]:
-    """Run methods with their bucket sizes, round by round, in one job of this module."""
+    """Run methods with their bucket sizes in one job of this module."""
     rates = (None if rate == UNSHAPED else rate,)
-    pairs = [(number, method, size) for number, each in enumerate(rounds) for method, size in each]
     segments = [
         Segment(method, size, timed_seconds=seconds, min_timed=2, max_timed=200, rates=rates)
-        for _, method, size in pairs
+        for method, size in methods
     ]
     bar = progress.add_task(f"{task.name}, {rate_text(rates[0])}", total=len(segments))
 
@@ -102,14 +107,15 @@ def _run(
     outcomes = launch(job, RANKS, on_message, lab=True, module=module)
     progress.remove_task(bar)
     rows = []
-    for index, (number, method, size) in enumerate(pairs):
+    for index, (method, size) in enumerate(methods):
         timed = [outcome.timed[0] for outcome in outcomes if outcome.segment == index]
         time = combine_times(timed, 0.0, measured=True, bucket_mb=size)
         rows.append(
             {
-                "workload": task.name, "rate": rate, "method": method, "run": number, "bucket_mb": size,
+                "workload": task.name, "rate": rate, "method": method, "bucket_mb": size,
                 "ranks": RANKS, "size": task.num_parameters, "metric": "step", "unit": "s", "source": "measured",
                 "value": time.step.median, "p20": time.step.p20, "p80": time.step.p80, "samples": time.step.size,
+                "mean": statistics.fmean(across_ranks([each.seconds for each in timed])),
                 "bytes": time.bytes, "plan": summary_of(time.settled), "settling": time.settling,
             }
         )  # fmt: skip
@@ -129,20 +135,19 @@ def run(
     rivals: Annotated[str, typer.Option(help="What it is compared with.")] = "ddp-fp32,ddp-fp16",
     workloads: Annotated[str, typer.Option(help="text, deep, blocks, vision.")] = "text,deep,blocks,vision",
     rates: Rates = "none,1gbit,100mbit,10mbit",
-    jobs: Annotated[int, typer.Option(help="Jobs that share the runs; no more than these.", min=1)] = 2,
-    runs: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 6,
+    runs: Annotated[int, typer.Option(help="Runs of each method, in jobs of their own.", min=1)] = 6,
     seconds: Seconds = 6.0,
     *,
     done: Set[tuple[str, ...]],
 ) -> Iterator[list[Row]]:
     """Run the cells that the record does not have."""
-    tasks = [Task.of(name, data) for name in listed(workloads, ())]
+    tasks = [Task.of(name, data, MADE_BY) for name in listed(workloads, ())]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for rate in listed(rates, ()):
             for task in tasks:
                 if key_of({"workload": task.name, "rate": rate}, KEY) not in done:
-                    part = cell(task, rate, [method, *listed(rivals, ())], jobs, runs, seconds, progress)
+                    part = cell(task, rate, [method, *listed(rivals, ())], runs, seconds, progress)
                     progress.console.print(_line(Verdict.of(part)))
                     yield part
 
@@ -183,7 +188,7 @@ class Verdict:
         """Judge the runs of one cell. The method is that of the first row."""
         steps: dict[str, dict[int, float]] = {}
         for row in rows:
-            steps.setdefault(row["method"], {})[row["run"]] = row["value"]
+            steps.setdefault(row["method"], {})[row["run"]] = _step(row)
         method, *others = steps
         rivals = [name for name in others if not name.endswith(AGAIN)]
         medians = {name: statistics.median(each.values()) for name, each in steps.items()}

@@ -1,9 +1,7 @@
-"""One rank of `never-slower`: the methods of a run exist together, and are timed in turns of about a second.
+"""One rank of a run of `never-slower`: its methods exist together, and are timed in turns of about a second.
 
 Other work on a machine comes and goes within seconds. It meets all methods of a run, since their turns are short and in
-the opposite order every other time. `auto` has settled before the first turn. The first module that a process makes was
-seen to be slower by a millisecond in 45, with the same method: its tensors lie elsewhere in memory. So in each run
-another method comes first.
+the opposite order every other time. `auto` has settled before the first turn.
 """
 
 from __future__ import annotations
@@ -26,24 +24,17 @@ MIN_TURNS = 2
 
 
 def runner(rank: Rank) -> RunSegment:
-    """Return the function that runs a segment. The first one of a run also times the others."""
-    first = rank.job.segments[0].method  # which a run has once
-    methods = len(rank.job.segments) // sum(segment.method == first for segment in rank.job.segments)
+    """Return the function that runs a segment. The first one makes all methods, in their order, and times them."""
+    segments = rank.job.segments
     recordings = record_all(rank)
-    timed: dict[int, TimedSteps] = {}
+    timed: list[TimedSteps] = []
 
     def run(index: int) -> SegmentOutcome:
-        if index not in timed:
-            indices = range(index, index + methods)
-            segments = [rank.job.segments[each] for each in indices]
+        if not timed:
             rank.set_rate(None)
-            replays: dict[int, Replay] = {}
-            begin = index // methods % methods
-            for place in [*range(begin, methods), *range(begin)]:
-                replays[place] = Replay.begin(rank, segments[place], recordings[segments[place].bucket_mb])
-            ordered = [replays[place] for place in range(methods)]
-            timed.update(zip(indices, _in_turns(rank, ordered), strict=True))
-        return SegmentOutcome(index, rank.rank, timed=[timed.pop(index)])
+            replays = [Replay.begin(rank, segment, recordings[segment.bucket_mb]) for segment in segments]
+            timed.extend(_in_turns(rank, replays))
+        return SegmentOutcome(index, rank.rank, timed=[timed[index]])
 
     return run
 

@@ -34,6 +34,19 @@ def gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in ddp.module.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.parametrize(("method", "options", "told"), [
+    ("auto", gw.SyncOptions(watch_norms=16), True),
+    ("auto", gw.SyncOptions(), False),
+    ("int8", gw.SyncOptions(watch_norms=16), False),
+])  # fmt: skip
+def test_auto_says_which_steps_a_watch_does_not_see(
+    method: str, options: gw.SyncOptions, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "gradwire"):
+        gw.attach(DistributedDataParallel(nn.Linear(4, 4)), method, options=options).detach()
+    assert any("watch_norms does not see" in message for message in caplog.messages) == told
+
+
 def test_a_job_of_one_rank_trains_as_without_gradwire(caplog: pytest.LogCaptureFixture) -> None:
     plain, attached = wrapped(), wrapped()
     with caplog.at_level(logging.INFO, "gradwire"):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from gradwire.lab import Lab
-from gradwire.tuning.auto import IN_VAIN, PASSES, REST_STEPS
+from gradwire.tuning.auto import IN_VAIN, LOOKS, PASSES, REST_STEPS
+from gradwire.tuning.calibration import SIZES
 from tests.integration.launch import ROOT, launch, results
 
 
@@ -50,6 +51,21 @@ def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
         assert "fp16" not in rank["specs"]
         assert all(math.isfinite(loss) for loss in rank["losses"])
         assert rank["losses"][-1] < rank["losses"][0]
+
+
+def test_gradients_are_looked_at_right_before_fp16_is_tried() -> None:
+    for rank in results(launch("auto.late_gradients", 2)):
+        before, after = rank["allowed"]
+        assert rank["reasons"][1] == "the optimizer has momentum now"
+        assert "fp16" in before and "fp16" not in after
+        assert not any("fp16" in name for name in rank["measured"][1]), rank["measured"]
+        assert rank["sizes"] == [SIZES[2]] * 2  # as for the layer that was frozen at attach
+
+
+@pytest.mark.parametrize(("infinite", "expected"), [(0, (1, True)), (2, (3, True)), (99, (LOOKS, False))])
+def test_gradients_that_are_not_finite_say_nothing_about_fp16(infinite: int, expected: tuple[int, bool]) -> None:
+    """Nor are those of other ranks enough."""
+    assert results(launch("auto.looks_again", 2, infinite=infinite)) == [list(expected)] * 2
 
 
 @pytest.mark.parametrize(("case", "given", "reason"), [

@@ -16,7 +16,8 @@ import torch
 import gradwire as gw
 from gradwire.core.errors import AttachError, OptionError, PeerTimeoutError, SyncError
 from gradwire.parameter_server.process import ParameterServer, ParameterServerOptions
-from tests.parameter_server.clients import ALONE, backward, connect, train_step
+from tests.parameter_server.clients import ALONE, backward, connect, sgd, train_step
+from tests.parameter_server.processes import batch
 
 
 @pytest.mark.timeout(120)
@@ -296,3 +297,55 @@ def test_a_forked_child_is_refused_by_each_call_and_waits_for_no_lock() -> None:
         held.close()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         train_step(client, 1)
+
+
+def two_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(48, 8, bias=False), torch.nn.Linear(8, 5, bias=False))
+
+
+@pytest.mark.timeout(120)
+def test_a_module_of_the_model_is_trained_alone() -> None:
+    """The other's values stay, and both may be trained together afterwards."""
+    server = ParameterServer(ParameterServerOptions(1))
+    serving = Thread(target=server.run)
+    serving.start()
+    alone, model = two_layers(), two_layers()
+    optimizer = sgd(alone)
+
+    def backward_of(trained: torch.nn.Sequential, step: int) -> None:
+        x, y = batch(0, step)
+        part = trained[0] if step < 5 else trained
+        torch.nn.functional.cross_entropy(part(x), y).backward()
+
+    address = f"127.0.0.1:{server.address[1]}"
+    with gw.ParameterClient(model, sgd(model), address, compressor="none", job=ALONE) as client:
+        for step in range(9):
+            backward_of(model, step)
+            client.step()
+            backward_of(alone, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    serving.join()
+    for trained, expected in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(trained, expected)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_outdated_values_are_refused(overlap: bool) -> None:
+    server = ParameterServer(ParameterServerOptions(1))
+    serving = Thread(target=server.run)
+    serving.start()
+    client = connect(server, transfer=gw.TransferOptions(overlap=overlap))
+    train_step(client, 0)
+    client.wait()
+    client.model.weight.square().sum().backward()
+    client.step()
+    loss = client.model.weight.square().sum()
+    if not overlap:
+        loss.backward()
+    with pytest.raises(AttachError, match=r"Call client.wait\(\) before you read"):
+        loss.backward() if overlap else client.step()
+    client.close()
+    serving.join()

@@ -221,6 +221,13 @@ def test_a_job_of_one_rank_has_nothing_to_decide() -> None:
     handle.detach()
 
 
+def inspects(pilot: Autopilot) -> Script[None]:
+    """Takes samples of all steps, and looks at their range."""
+    while True:
+        pilot._looks = pilot._samples = True
+        yield
+
+
 @pytest.mark.parametrize(("made", "level", "known"), [
     (torch.optim.AdamW, "near-lossless", True),
     (torch.optim.AdamW, "exact", False),
@@ -230,12 +237,14 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
     ddp = DistributedDataParallel(nn.Linear(40, 30))
     optimizer = made(ddp.parameters())
     handle = gw.attach(ddp, "auto", fidelity=level, optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    pilot._script = inspects(pilot)
     for _ in range(3):
         optimizer.zero_grad()
         ddp(torch.randn(5, 40)).square().sum().backward()
         optimizer.step()
-    pilot = handle.autopilot
-    assert pilot is not None and pilot._sample is not None
+    assert pilot._sample is not None
     assert ("gcomp" in {method.spec for method in pilot.allowed.methods}) == known
     own, aux = pilot._sample.own, pilot._sample.aux
     assert (own is not None) == known
@@ -245,18 +254,19 @@ def test_gcomp_is_measured_with_the_users_own_optimizer_where_it_is_known(made, 
 
 
 def test_a_sample_with_the_state_of_the_optimizer_takes_the_place_of_one_without() -> None:
-    """As where a GradScaler has skipped the first steps."""
+    """As if a GradScaler has skipped the first steps."""
     ddp = DistributedDataParallel(nn.Linear(40, 30))
     optimizer = torch.optim.AdamW(ddp.parameters())
     handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    pilot._script = inspects(pilot)
     found = []
     for step in range(5):
         optimizer.zero_grad()
         ddp(torch.randn(5, 40)).square().sum().backward()
         if step >= 2:
             optimizer.step()
-        pilot = handle.autopilot
-        assert pilot is not None
         found.append(pilot._sample is not None and bool(pilot._sample.aux))
     assert found == [False, False, False, True, True]
     handle.detach()
@@ -319,6 +329,7 @@ def test_gradients_that_do_not_fit_fp16_are_not_cast_to_it(factor: float, fits: 
     handle = gw.attach(ddp, "auto")
     assert handle.autopilot is not None
     allowed = handle.autopilot.allowed
+    handle.autopilot._script = inspects(handle.autopilot)
     for _ in range(2):
         ddp.zero_grad()
         (factor * ddp(torch.randn(5, 40)).square().mean()).backward()

@@ -25,6 +25,7 @@ from gradwire.ddp.hook_slot import check_attachable, slot_of
 from gradwire.ddp.memory_orders import spec_in_memory
 from gradwire.ddp.momentum import MomentumCheck, may_have_momentum
 from gradwire.ddp.optimizers import Optimizers
+from gradwire.observe.notices import tell
 from gradwire.planner.fidelity import LEVELS
 from gradwire.sync.options import SyncOptions
 from gradwire.sync.plan import Method, Plan
@@ -123,6 +124,8 @@ def attach(
     try:
         handle = Handle(ddp, synchronizer, optimizers, momentum, check_every, scaler)
         if automatic:
+            if options.watch_norms and synchronizer.rank == 0:
+                tell("auto: watch_norms does not see steps by DDP's own all-reduce, only those of gradwire's plans.")
             commit, slices = handle.commit_without_optimizer, optimizers.slices if optimizers.states else None
             handle.autopilot = Autopilot(
                 synchronizer, ddp.process_group, fidelity, plan.min_elements, commit, slices, rules,

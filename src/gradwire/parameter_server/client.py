@@ -7,8 +7,9 @@
     client.close()
 
 Barriers are fine-grained: pushes overlap with the backward pass, and the forward pass of a module waits only for the
-parameters of that module. The servers run an optimizer of the same class and keep its state. A schedule that changes
-the groups of the local optimizer takes effect with the next step.
+parameters of that module. A part of the model may be trained by calling its modules alone. The servers run an optimizer
+of the same class and keep its state. A schedule that changes the groups of the local optimizer takes effect with the
+next step.
 
 Source: 3LC (Lim, Andersen, Kaminsky 2019), sections 2.1, 3 and 4. Differences: there, one worker updates batch
 normalization. Here all workers train its affine parameters, and buffers (running statistics) stay local.
@@ -337,6 +338,13 @@ class ParameterClient:
         return hook
 
     def _push(self, name: str, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            self._pulls.pull(name)  # a module was called without the model
+        elif self._pulls.is_outdated(name):
+            raise AttachError(
+                f"The gradient of {name!r} was computed with the values of an earlier step: neither the model nor the "
+                "module that owns it was called. Call client.wait() before you read parameters without either."
+            )
         if not self._pushed:
             self._send_groups()
         self._pushed[name] = grad

@@ -87,16 +87,16 @@ LEVELS: dict[str, tuple[RankedCompressor, ...]] = {
         RankedCompressor("thc", EVERYWHERE),  # likewise
         RankedCompressor("threelc", FEW_ENCODES, suffers_from_momentum=True),
     ),
-    # More of a gradient stays in the residual, and for more steps. Ordered by the mean over both models. In brackets
-    # the ResNet with momentum correction, and the smaller model of characters: onebit (+1.5 %, +0.5 %; +5.1 % without
-    # correction), topk at 1 % (+1.8 %, +0.4 %), powersgd with rank 4 (+2.9 % without correction, +0.9 %), dgc at 0.1 %
-    # (+2.4 %, +5.4 %), dragonn at 63 % of that, with less work where selecting elements needs prefix sums (+2.0 %,
-    # +5.9 %). The last two had the published warm-up, and have none under `auto`, which was not trained. threelc with
-    # s = 1.75 was 1.1 ± 1.4 points of accuracy below floats after 20 epochs of a ResNet
-    # (benchmarks/results/threelc-epochs.csv).
+    # More of a gradient stays in the residual, and for more steps. Ordered by the mean over three models. In brackets
+    # the ResNet with momentum correction, and the smaller and the larger model of characters: topk at 1 % (+1.8 %,
+    # +0.4 %, +0.3 %), onebit (+1.5 %, +0.5 %, +0.8 %; +5.1 % without correction), powersgd with rank 4 (+2.9 % without
+    # correction, +0.9 %, +0.9 %), dgc at 0.1 % (+2.4 %, +5.4 %, +4.0 %), dragonn at 63 % of that, with less work where
+    # selecting elements needs prefix sums (+2.0 %, +5.9 %, +4.9 %). The last two had the published warm-up, and have
+    # none under `auto`, which was not trained. threelc with s = 1.75 was 1.1 ± 1.4 points of accuracy below floats
+    # after 20 epochs of a ResNet (benchmarks/results/threelc-epochs.csv).
     "aggressive": (
-        RankedCompressor("onebit", FEW_ENCODES),
         RankedCompressor("topk", LISTED),
+        RankedCompressor("onebit", FEW_ENCODES),
         RankedCompressor("powersgd", EVERYWHERE),  # factors only add up, on a ring as well
         RankedCompressor("dgc", LISTED),
         RankedCompressor("dragonn", LISTED),

@@ -38,7 +38,8 @@ class SyncOptions:
         time_slots: Whether a rank sends to one peer at a time, in an order in which no two ranks send to the same peer.
             For switches with small buffers (`gradwire.net.slots`). Linux only.
         watch_norms: Interval, in steps, at which ranks compare the norms of their gradients, to find a rank with broken
-            memory or code (`gradwire.sync.norm_watch`). 0 means never.
+            memory or code (`gradwire.sync.norm_watch`). 0 means never. Steps in which `auto` leaves
+            gradients to DDP's own all-reduce are not compared.
         integrity: How frames between ranks are protected: ``"crc"``, a checksum against faults, or ``"mac"``, a tag
             that also keeps out whoever can change what the network carries. Default: ``"mac"`` if the variable
             ``GRADWIRE_JOB_KEY_FILE`` or ``GRADWIRE_JOB_KEY`` gives a job key, else ``"crc"``.

@@ -22,7 +22,7 @@ from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, Reason
 from gradwire.tuning.fp16_range import HEADROOM, misfit
 
-STATE = 3
+STATE = 4
 """Length of `Allowed.state`."""
 MISFIT_IN_USE = 4.0
 """Misfit from which on fp16 is given up; above 1, so that what was chosen is not given up at once."""
@@ -60,6 +60,7 @@ class Allowed:
         self._knows_optimizer = knows_optimizer and self.feedback is None
         self._has_momentum = has_momentum
         self._misfit = 0.0  # of this rank's gradients, when they were last looked at
+        self._looked: bool | None = True  # whether all were finite then; None if there were none
         self._momentum, self._num_tensors = False, 0  # at the last update
         self._in_use = frozenset[str]()  # compressors that need not be given up
         self.update(self.state())
@@ -103,29 +104,39 @@ class Allowed:
 
     def begin_look(self) -> None:
         """Begin a step whose gradients are looked at."""
-        self._misfit = 0.0
+        self._misfit, self._looked = 0.0, None
 
     def look(self, bucket: torch_private.GradBucket) -> None:
         """Look at the range of a bucket's gradients."""
+        self._looked = self._looked is not False and bool(bucket.buffer().isfinite().all())
         # A GradScaler skips steps whose gradients are too large.
         headroom = HEADROOM if self._synchronizer.residuals.loss_scale == 1.0 else 1.0
         self._misfit = max(self._misfit, misfit(bucket.gradients(), self._synchronizer.world_size, headroom))
 
     def state(self) -> np.ndarray:
-        """What it depends on, on this rank: momentum, misfit to fp16, and number of tensors, float64[STATE]."""
-        return np.array([self._has_momentum(), self._misfit, len(self._synchronizer.tensors)], np.float64)
+        """What it depends on, on this rank, float64[STATE].
+
+        Momentum, misfit to fp16, whether that is unknown because not all gradients were finite, and number of tensors.
+        """
+        unknown = self._looked is not True
+        return np.array([self._has_momentum(), self._misfit, unknown, len(self._synchronizer.tensors)], np.float64)
+
+    @staticmethod
+    def knows_range(state: np.ndarray) -> bool:
+        """Whether all ranks have seen the range of their gradients, by the largest `state` of all ranks."""
+        return not state[2]
 
     def update(self, state: np.ndarray) -> None:
         """Update it by the largest `state` of all ranks."""
-        has_momentum, worst, self._num_tensors = state.tolist()
+        has_momentum, worst, unknown, self._num_tensors = state.tolist()
         self._momentum = bool(has_momentum)
         found = levels.methods(self._fidelity, optimizer=self._knows_optimizer, momentum=self._momentum)
-        self.methods = [method for method in found if worst <= 1 or method.spec != "fp16"]
+        self.methods = [method for method in found if (worst <= 1 and not unknown) or method.spec != "fp16"]
         self._in_use = frozenset(method.spec for method in found if worst <= MISFIT_IN_USE or method.spec != "fp16")
 
     def change(self, state: np.ndarray, current: Candidate) -> Reason | None:
         """Return what has changed since the last update, by the largest `state` of all ranks; None if nothing has."""
-        has_momentum, worst, num_tensors = state.tolist()
+        has_momentum, worst, _, num_tensors = state.tolist()
         if has_momentum and not self._momentum:
             return MOMENTUM
         if worst > MISFIT_IN_USE and current.casts_to_fp16:

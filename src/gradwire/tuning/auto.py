@@ -79,6 +79,7 @@ LASTING = 5.0  # seconds of these windows, likewise, since other work on a machi
 NEW_LINK = 1.25  # ratio of rates from which on a link counts as another
 PATIENCE = 64  # most strikes, after decisions that have changed nothing
 PASSES = 32  # most steps to wait for optimizers to step, or for residuals to be sent
+LOOKS = 8  # most steps to look for one whose gradients are all finite, as not all are while a GradScaler begins
 IN_VAIN = 3  # steps after which residuals have not become less, and are not waited for
 RANGE_WINDOWS = 8  # windows from one look at the range of gradients to the next, while none is cast to fp16
 
@@ -127,15 +128,13 @@ class Autopilot:
         self._settle = settle
         # DDP's own all-reduce has no frames but those in which ranks exchange the figures of a trial.
         self._clock = StepClock(lambda: synchronizer.link_busy_seconds() if self.current.gradwire else 0.0)
-        largest = max((spec.numel for spec in self.allowed.tensors.values()), default=1)
-        self._calibration = Calibration(synchronizer, largest, self.allowed.feedback)
+        self._calibration = Calibration(synchronizer, self._largest, self.allowed.feedback)
         self._trials = Trials(self, self._calibration.largest, TIMED_STEPS, TIMED_SECONDS)
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
-        self._samples = True  # until codecs are measured
+        self._samples = False  # whether to take samples of this step's gradients
         self._sample: CalibrationSample | None = None  # this rank's gradients
         self._is_queued = False  # see `worth_a_trial`
         self._looks = False  # whether to look at the range of this step's gradients
-        self._num_steps = 0
         self._rest_steps = 0  # still to come
         self._figures: np.ndarray | None = None  # to be sent with the next bucket
         self._answers: Callable[[], np.ndarray] | None = None  # of all ranks to `_figures`
@@ -145,10 +144,9 @@ class Autopilot:
 
     def boundary(self) -> None:
         """Decide what is due, when the first bucket of a backward pass is ready and before it is sent."""
-        self.count_rested()
+        self._native.begin()
         self._clock.begin()
-        self._num_steps += 1
-        self._looks = self._num_steps == 2  # the very first gradients of some models are zeros
+        self._looks = self._samples = False
         self._synchronizer.wait()
         if self._rest_steps:  # this step would rest, had not the handle something else to do
             self._rest_steps -= 1
@@ -185,7 +183,7 @@ class Autopilot:
             self._answers, self._figures = self._calibration.post(self._figures), None
         self._is_queued |= bucket.buffer().device.type != "cpu"
         timing = self._clock.ready(names, bucket.buffer())
-        if self._samples and self._num_steps > 1:  # see `boundary`
+        if self._samples:
             self._sample = sampled(bucket, names, self._aux, self._sample) or self._sample
         if self._looks:
             self.allowed.look(bucket)
@@ -209,7 +207,10 @@ class Autopilot:
         while self._synchronizer.world_size == 1 or not self.allowed.tensors:  # all gradients are sparse
             self.settled = True
             yield
+        self.settled = False
         yield from self.switch(self.allowed.unchosen)
+        while self._clock.last is None:  # no dense gradient has come
+            yield
         timing = yield from self._trials.time(warm_up=1)
         yield from self._go_on(START, timing)
 
@@ -223,15 +224,30 @@ class Autopilot:
         strikes = STRIKES
         while True:
             before, paid = (self.current, self._link), reason.kind != "no gain"
-            self.allowed.update(self._calibration.largest(self.allowed.state()))
+            self.allowed.update((yield from self._inspect()))
             if not self.allowed.allows(self.current):
                 yield from self.switch(self.allowed.unchosen)
                 timing = yield from self._trials.time()
             kept, rival = yield from self._decide(reason, timing)
-            # A decision that has changed nothing makes the next one wait longer.
+            # One that has changed nothing, or takes back another, makes the next decision wait longer.
             changed = (self.current, self._link) != before and paid
             strikes = STRIKES if changed else min(2 * strikes, PATIENCE)
             reason, timing = yield from self._watch(kept, strikes, rival)
+
+    def _inspect(self) -> Script[np.ndarray]:
+        """Look at the gradients of a step: their range, and samples for codecs. At later ones if not all are finite.
+
+        Returns:
+            The largest `Allowed.state` of all ranks.
+        """
+        self._sample = None
+        for _ in range(LOOKS):
+            self._looks = self._samples = True
+            yield
+            state = self._calibration.largest(self.allowed.state())
+            if self.allowed.knows_range(state):
+                break
+        return state
 
     def _decide(self, reason: Reason, timing: Timing) -> Script[tuple[Timing, float]]:
         """Try what is predicted to be faster, and keep the candidate of the highest fidelity among the fastest.
@@ -380,20 +396,26 @@ class Autopilot:
     # -- costs -----------------------------------------------------------------------------------------------
 
     def _calibrate(self, timing: Timing) -> Costs:
-        if self._samples:
+        if not self.decisions:
             self._tell(
                 f"auto: a step by {self.current.name} takes {seconds(timing.step)}. Measuring links and codecs; the "
                 "first time on a machine codecs are compiled, which may take a minute."
             )
+        self._calibration.cover(self._largest)
         costs = self._calibration.costs(
             self._specs, self._sample, seldom(lambda text: self._tell(f"auto: {text}")),
             native=timing if self.current == NATIVE else None,
         )  # fmt: skip
-        self._samples, self._sample = False, None  # codecs are measured once
+        self._sample = None
         rate = costs.slowest.seconds_per_byte
         if not self._link / NEW_LINK < rate < self._link * NEW_LINK:
             self._link = rate
         return costs
+
+    @property
+    def _largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max((spec.numel for spec in self.allowed.tensors.values()), default=1)
 
     @property
     def _specs(self) -> list[str]:

@@ -85,7 +85,7 @@ def sampled(
 class Calibration:
     """Measures through a synchronizer, between its steps. All ranks make the same calls in the same order.
 
-    Codecs and the engine are measured once, links at each call.
+    Codecs and the engine are measured once for tensors up to the largest one, links at each call.
 
     Args:
         synchronizer: Synchronizer of the job.
@@ -96,12 +96,20 @@ class Calibration:
     def __init__(self, synchronizer: Synchronizer, largest: int, feedback: str | None = None) -> None:
         self._synchronizer = synchronizer
         self._feedback = feedback
-        sizes = tuple(size for size in SIZES if size <= 2 * largest)
-        self._sizes = sizes if len(sizes) > 1 else SIZES[:2]
+        self._sizes: tuple[int, ...] = ()
         self._codecs: dict[str, CodecCosts] = {}
         self._add: Curve | None = None
+        self.cover(largest)
         self._task = 0.0
         self._native: tuple[float, float] | None = None  # seconds per byte of DDP's own all-reduce, and of the link
+
+    def cover(self, largest: int) -> None:
+        """Measure codecs again if larger tensors have come, those that were frozen before, for example."""
+        sizes = tuple(size for size in SIZES if size <= 2 * largest)
+        sizes = sizes if len(sizes) > 1 else SIZES[:2]
+        if sizes != self._sizes:
+            self._sizes, self._add = sizes, None
+            self._codecs.clear()
 
     def costs(
         self,

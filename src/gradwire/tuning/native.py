@@ -31,6 +31,11 @@ class NativeAverage:
         self._group = group
         self._last: dict[str, tuple[Event, Event]] = {}  # submit and done of the last step, by bucket
 
+    def begin(self) -> None:
+        """Begin a step that does not rest."""
+        self.count_rested()
+        self._last = {}  # a bucket that no rank has used need not come again
+
     def rest(self, bucket: torch_private.GradBucket, candidate: Candidate) -> Future:
         """Average a bucket and do nothing else."""
         is_half = candidate.kind != FP32 and not torch_private.is_sparse(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from typing import Any
@@ -16,7 +17,7 @@ import gradwire as gw
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
-from gradwire.planner.curves import LinearCost
+from gradwire.planner.curves import Curve, LinearCost
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.tuning.auto import REST_STEPS, TIMED_STEPS, WINDOW
 from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
@@ -332,6 +333,63 @@ def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     }  # fmt: skip
     handle.detach()
     return found
+
+
+def late_gradients(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer that was frozen is trained when `auto` decides again, and its gradients are beyond fp16."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].requires_grad_(False)  # DDP has buckets for it
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    handle = gw.attach(ddp, "auto", optimizer=optimizer)
+    pilot = handle.autopilot
+    assert pilot is not None
+    allowed: list[list[str]] = []
+    while len(allowed) < 2:
+        optimizer.zero_grad()
+        loss = ddp(torch.ones(1, 512)).sum()
+        (loss + 1e6 * model[0].weight.sum() if allowed else loss).backward()
+        optimizer.step()
+        if len(pilot.decisions) > len(allowed):
+            allowed.append([method.spec for method in pilot.allowed.methods])
+            model[0].requires_grad_(True)
+            optimizer.param_groups[0]["momentum"] = 0.9
+    curves = [decision.costs.codecs["none"].encode for decision in pilot.decisions]
+    found = {
+        "allowed": allowed,
+        "reasons": [decision.reason for decision in pilot.decisions],
+        "measured": [[candidate.name for candidate in decision.measured] for decision in pilot.decisions],
+        "sizes": [max(size for size, _ in curve.points) for curve in curves if isinstance(curve, Curve)],
+    }
+    dist.barrier()  # rank 0 has the store
+    handle.detach()
+    return found
+
+
+def looks_again(rank: int, world_size: int, infinite: int) -> tuple[int, bool]:
+    """The first gradients of one rank are infinite. Returns the steps looked at, and whether fp16 is allowed."""
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    handle = gw.attach(ddp, "auto")
+    pilot = handle.autopilot
+    assert pilot is not None
+    found: list[bool] = []
+
+    def script() -> Script[None]:
+        state = yield from pilot._inspect()
+        pilot.allowed.update(state)
+        found.append("fp16" in [method.spec for method in pilot.allowed.methods])
+        while True:
+            yield
+
+    pilot._script = script()
+    steps = -1  # a step is looked at before the next one begins
+    while not found:
+        ddp.zero_grad()
+        factor = math.inf if steps + 1 < infinite and rank == 1 else 1.0
+        (factor * ddp(torch.ones(1, 8)).sum()).backward()
+        steps += 1
+    handle.detach()
+    return steps, found[0]
 
 
 def small_tensors(rank: int, world_size: int) -> list[str]:
