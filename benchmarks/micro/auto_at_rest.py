@@ -3,8 +3,8 @@
 Ranks on the loopback train three replicas of one model in turns: plain DDP, DDP under `auto`, which has settled on
 DDP's own all-reduce, and plain DDP once more. The second plain one shows how far DDP differs from itself. Where a
 replica lies in memory and what ran before it matter, too: in each of three jobs another one is made first, and every
-other turn is in the opposite order. A run has the mean of its steps: `auto` works in six of 33, which a median would
-not see.
+other turn is in the opposite order. A run has the mean of its steps: `auto` does more in some, which a median would not
+see.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import typer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from benchmarks.intervals import interval
 from gradwire.bench.workload import iterate
 from gradwire.bench.workloads import make_workload
 from gradwire.tuning.auto import Autopilot
@@ -119,11 +120,13 @@ def run_job(methods: Sequence[str], workload: str, ranks: int, steps: int) -> di
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians of the runs, and each method's speed against plain DDP."""
+    """Medians of the runs, and each method's speed against plain DDP, run by run with a 95 % interval."""
     steps = {method: [row["value"] for row in rows if row["method"] == method] for method in METHODS}
-    lines = [
-        f"{method:10} {1000 * statistics.median(times):7.2f} ms a step ({1000 * min(times):.2f} to "
-        f"{1000 * max(times):.2f}), {statistics.median(steps['ddp']) / statistics.median(times):.3f} of DDP's speed"
-        for method, times in steps.items()
-    ]
+    lines = []
+    for method, times in steps.items():
+        mean, half = interval([ddp / each for ddp, each in zip(steps["ddp"], times, strict=True)])
+        lines.append(
+            f"{method:10} {1000 * statistics.median(times):7.2f} ms a step ({1000 * min(times):.2f} to "
+            f"{1000 * max(times):.2f}), {mean:.3f} ± {half:.3f} of DDP's speed"
+        )
     return "\n".join(lines)

@@ -8,8 +8,8 @@ module that a process makes was seen to be slower by a millisecond in 45, with t
 elsewhere in memory. So in each run another method is made first. Bucket sizes are tried in a job of their own, and each
 method keeps its faster one. `auto` has that of the fastest rival, as in a script that was tuned without it.
 
-A run has the mean of its steps, which is what training takes: `auto` works in six of 33 steps, and a median would not
-see those. The best rival is the one with the smallest median of its runs. A ratio is its step over the method's in the
+A run has the mean of its steps, which is what training takes: `auto` does more in some, and a median would not see
+those. The best rival is the one with the smallest median of its runs. A ratio is its step over the method's in the
 same run, and a cell has the median of its ratios. Its control is a rival compared with itself: each run has a second
 copy of the one that was the fastest in trial, and the control is the range of their ratios. A cell holds if its median
 is at least 0.99, or is no less than the lower end of the control.

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gradwire.tuning.fp16_range import HEADROOM, LARGEST, misfit
+from gradwire.tuning.fp16_range import HEADROOM, LARGEST, MAX_ERROR, misfit
 
 
 def gradient(scale: float, *others: float) -> torch.Tensor:
@@ -34,21 +34,39 @@ def gradient(scale: float, *others: float) -> torch.Tensor:
     ],
 )
 def test_gradients_fit_if_none_is_too_large_and_rounding_changes_little(grad: torch.Tensor, fits: bool) -> None:
-    assert (misfit([grad], world_size=4) <= 1) == fits
-    assert misfit([gradient(1e-3), grad], world_size=4) == max(misfit([each], 4) for each in (gradient(1e-3), grad))
+    assert (misfit([grad], world_size=4)[0] <= 1) == fits
+    both = gradient(1e-3).to(grad.dtype), grad
+    assert misfit(both, world_size=4) == (max(misfit([each], 4)[0] for each in both), bool(grad.isfinite().all()))
 
 
 def test_a_scaler_allows_all_that_is_finite() -> None:
-    assert misfit([gradient(1e-3, LARGEST)], world_size=4, headroom=1.0) <= 1
-    assert misfit([gradient(1e-3, 2 * LARGEST)], world_size=4, headroom=1.0) == 2
+    assert misfit([gradient(1e-3, LARGEST)], world_size=4, headroom=1.0)[0] <= 1
+    assert misfit([gradient(1e-3, 2 * LARGEST)], world_size=4, headroom=1.0)[0] == 2
 
 
 def test_each_tensor_counts_by_itself() -> None:
     """Rounding errors of a small gradient are none to a large one."""
     small, large = gradient(1e-7), gradient(1.0)
-    assert misfit([torch.cat((small, large))], world_size=4) < 1 < misfit([small, large], world_size=4)
+    assert misfit([torch.cat((small, large))], world_size=4)[0] < 1 < misfit([small, large], world_size=4)[0]
 
 
 def test_ddps_hook_divides_after_the_cast() -> None:
     grad = gradient(3e-6)
-    assert misfit([grad], world_size=1) < misfit([grad], world_size=64) / 10
+    assert misfit([grad], world_size=1)[0] < misfit([grad], world_size=64)[0] / 10
+
+
+@pytest.mark.parametrize("size", [1, 511, 4096, 300_000])
+def test_a_sample_judges_the_rounding_of_a_tensor(size: int) -> None:
+    """Also where few elements have most of the norm, and rounding takes the others."""
+    generator = torch.Generator().manual_seed(size)
+    values = 1e-6 * torch.randn(size, generator=generator)
+    for large in (0.0, 1e-4):
+        values[: size // 100] += large
+        sent = values.half().div(4).float() * 4
+        expected = float((sent - values).norm() / values.norm()) / MAX_ERROR
+        assert misfit([values.reshape(1, -1)], world_size=4)[0] == pytest.approx(expected, rel=0.2)
+
+
+def test_what_has_no_elements_fits() -> None:
+    assert misfit([], world_size=4) == (0.0, True)
+    assert misfit([torch.empty(0), torch.zeros(3)], world_size=4) == (0.0, True)

@@ -108,10 +108,10 @@ class Allowed:
 
     def look(self, bucket: torch_private.GradBucket) -> None:
         """Look at the range of a bucket's gradients."""
-        self._looked = self._looked is not False and bool(bucket.buffer().isfinite().all())
         # A GradScaler skips steps whose gradients are too large.
         headroom = HEADROOM if self._synchronizer.residuals.loss_scale == 1.0 else 1.0
-        self._misfit = max(self._misfit, misfit(bucket.gradients(), self._synchronizer.world_size, headroom))
+        found, finite = misfit(bucket.gradients(), self._synchronizer.world_size, headroom)
+        self._misfit, self._looked = max(self._misfit, found), finite and self._looked is not False
 
     def state(self) -> np.ndarray:
         """What it depends on, on this rank, float64[STATE].

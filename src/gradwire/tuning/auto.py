@@ -71,7 +71,8 @@ TURNS = range(5, 12)  # of each such candidate, until it is clear which one to c
 TIMED_STEPS = 8
 TIMED_SECONDS = 3.0
 WINDOW = 4  # steps that are compared at a time
-REST_STEPS = 27  # steps by DDP's own all-reduce between two windows that are compared
+REST_STEPS = range(27, 109)  # fewest and most steps by DDP's own all-reduce between two windows that are compared
+REST_SECONDS = 3.0  # of these steps, within that range
 RIVAL_BOUND = 1.02  # ratio of a step to that of a candidate of higher fidelity in its trial, which no longer pays
 RIVAL_WINDOWS = 8  # of which the median is compared with that bound
 STRIKES = 2  # windows out of bounds, less those within, before links are measured again
@@ -295,7 +296,7 @@ class Autopilot:
         recent: deque[float] = deque(maxlen=RIVAL_WINDOWS)
         while True:
             if not self.current.gradwire and not changed:
-                self._rest_steps = REST_STEPS
+                self._rest_steps = min(max(REST_STEPS[0], round(REST_SECONDS / kept.step)), REST_STEPS[-1])
                 yield  # of the step after these
             if self.current.casts_to_fp16 or windows % RANGE_WINDOWS == 0:
                 self._looks = True

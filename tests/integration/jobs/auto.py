@@ -244,7 +244,7 @@ def at_rest(rank: int, world_size: int) -> dict[str, Any]:
     kinds: list[str] = []
     one.events.listen(lambda event: kinds.append(event.kind))
     rested, reported = [], []
-    for _ in range(2 * (REST_STEPS + WINDOW) + TIMED_STEPS):
+    for _ in range(2 * (REST_STEPS[-1] + WINDOW) + TIMED_STEPS):
         kinds.clear()
         optimizer.zero_grad()
         ddp(torch.full((1, 16), float(rank))).sum().backward()
@@ -319,7 +319,7 @@ def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     ways, factor = [], 1.0
     while not pilot.decisions:
         ways.append(pilot.current.name)
-        if len(ways) == 4 * (REST_STEPS + WINDOW):
+        if len(ways) == 4 * (REST_STEPS[-1] + WINDOW):
             factor = 1e7 if case == "fp16" else 1.0
             optimizer.param_groups[0]["momentum"] = 0.9 if case == "momentum" else 0.0
         optimizer.zero_grad()
@@ -400,7 +400,7 @@ def small_tensors(rank: int, world_size: int) -> list[str]:
     assert pilot is not None
     while not pilot.settled:
         ddp(torch.ones(2, 40)).sum().backward()
-    for _ in range(REST_STEPS + WINDOW + 3):  # until the answers of the first window have been read
+    for _ in range(REST_STEPS[-1] + WINDOW + 3):  # until the answers of the first window have been read
         ddp(torch.ones(2, 40)).sum().backward()
     while not pilot.settled or pilot._answers is not None:  # steps of a busy machine may look like a change
         ddp(torch.ones(2, 40)).sum().backward()
