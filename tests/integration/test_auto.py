@@ -48,6 +48,7 @@ def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
     assert len({rank["hash"] for rank in ranks}) == 1
     for rank in ranks:
         assert "DDP's all-reduce" in rank["candidates"] and "DDP's all-reduce in fp16" not in rank["candidates"]
+        assert "DDP's all-reduce in bf16" in rank["candidates"]
         assert "fp16" not in rank["specs"]
         assert all(math.isfinite(loss) for loss in rank["losses"])
         assert rank["losses"][-1] < rank["losses"][0]

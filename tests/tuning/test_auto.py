@@ -20,7 +20,7 @@ from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
 from gradwire.planner.curves import LinearCost
 from gradwire.residuals import ResidualKey
 from gradwire.tuning.auto import IN_VAIN, PASSES, Autopilot
-from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate, given_routes, native_step
+from gradwire.tuning.candidates import NATIVE, NATIVE_BF16, NATIVE_FP16, Candidate, given_routes, native_step
 from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, SYNC_BOUND, change_of
 from gradwire.tuning.choice import NATIVE_DOUBT, choose, fidelity_of, margin, worth_a_trial
 from gradwire.tuning.step_clock import BucketTiming, Timing
@@ -339,7 +339,10 @@ def test_gradients_that_do_not_fit_fp16_are_not_cast_to_it(factor: float, fits: 
     assert (allowed.change(allowed.state(), planned) is MISFIT) == (not fits)
     allowed.update(allowed.state())
     assert ("fp16" in {method.spec for method in allowed.methods}) == fits
-    assert (NATIVE_FP16 in handle.autopilot._predict(table("fp16"), TIMING, COSTS)) == fits
+    predicted = handle.autopilot._predict(table("fp16"), TIMING, COSTS)
+    assert (NATIVE_FP16 in predicted) == fits
+    assert (NATIVE_BF16 in predicted) == (not fits), "which has the range of float32"
+    assert allowed.allows(NATIVE_BF16) and allowed.allows(NATIVE_FP16) == fits
     handle.detach()
 
 
@@ -353,14 +356,14 @@ def test_a_rule_holds_for_tensors_that_are_frozen_at_attach(given: str, unchosen
     handle = gw.attach(ddp, {"0.*": given, "*": "auto"})
     assert handle.autopilot is not None
     allowed = handle.autopilot.allowed
-    assert not allowed.given and allowed.unchosen == NATIVE and allowed.native_fp16
+    assert not allowed.given and allowed.unchosen == NATIVE and allowed.native_half == NATIVE_FP16
     planned = Candidate.of(table("fp16"), later=allowed.undecided)
     assert planned.plan is not None
     assert planned.plan.entry("0.weight", TensorSpec((100, 200))).compressor.name == given
     handle.synchronizer.register({"0.weight": TensorSpec((100, 200))})
     assert allowed.change(allowed.state(), NATIVE) is MORE_TENSORS
     assert allowed.given.keys() == {"0.weight"} and "0.weight" not in allowed.tensors
-    assert allowed.unchosen.name == unchosen and not allowed.native_fp16
+    assert allowed.unchosen.name == unchosen and allowed.native_half is None
     handle.detach()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DDP_FP32 = "ddp-fp32"
 DDP_FP16 = "ddp-fp16"
+DDP_BF16 = "ddp-bf16"
 SILENT = "no-communication"
 """Sends nothing, to measure the step without communication. Replicas diverge."""
 
@@ -50,10 +51,12 @@ PLAN = "plan"
 _LABELS = {
     DDP_FP32: "DDP fp32",
     DDP_FP16: "DDP fp16 hook",
+    DDP_BF16: "DDP bf16 hook",
     DDP_POWERSGD: "DDP PowerSGD hook",
     TRAMPOLINE: "DDP fp32, trampoline",
     SILENT: "no communication",
 }
+_HALVES = {DDP_FP16: "fp16_compress_hook", DDP_BF16: "bf16_compress_hook"}
 _POWERSGD_RANK = 4
 _ONE_BUCKET_MB = 1e5
 
@@ -258,9 +261,9 @@ class _Native:
         num_bytes = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
         self._dense = ring_bytes(num_bytes, dist.get_world_size())
         self._sent = self._dense
-        if method == DDP_FP16:
+        if method in _HALVES:
             self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            ddp.register_comm_hook(None, getattr(default_hooks, _HALVES[method]))
         elif method == DDP_POWERSGD:
             self._sent = ring_bytes(_powersgd_bytes(ddp), dist.get_world_size())
             state = powerSGD_hook.PowerSGDState(
@@ -376,7 +379,7 @@ class Automatic(Attached):
             step()
         current = self.autopilot.current
         if not current.gradwire:
-            return {"fp32": DDP_FP32, "fp16": DDP_FP16}[current.hook]
+            return f"ddp-{current.hook}"
         assert current.table is not None, "auto plans by tables"
         return current.table.to_json()
 

@@ -18,7 +18,7 @@ from gradwire.planner import fidelity as levels
 from gradwire.sync.plan import Plan
 from gradwire.sync.plan_entry import PlanEntry
 from gradwire.sync.synchronizer import Synchronizer
-from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
+from gradwire.tuning.candidates import NATIVE, NATIVE_BF16, NATIVE_FP16, Candidate
 from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, Reason
 from gradwire.tuning.fp16_range import HEADROOM, misfit
 
@@ -86,9 +86,13 @@ class Allowed:
         return NATIVE
 
     @property
-    def native_fp16(self) -> bool:
-        """Whether DDP's fp16 hook is allowed, which rounds whole buckets."""
-        return self._rounds_all and any(each.spec == "fp16" for each in self.methods)
+    def native_half(self) -> Candidate | None:
+        """DDP's hook that rounds whole buckets to 16 bits, if one is allowed: to bf16 if gradients do not fit fp16.
+
+        A bias before a normalization is enough for that, since its gradients are rounding errors.
+        """
+        specs = {each.spec for each in self.methods} if self._rounds_all else set()
+        return next((each for each in (NATIVE_FP16, NATIVE_BF16) if each.hook in specs), None)
 
     @property
     def _rounds_all(self) -> bool:
@@ -99,7 +103,7 @@ class Allowed:
         if candidate == self.unchosen:
             return True
         if candidate.table is None:
-            return candidate == NATIVE_FP16 and self._rounds_all and "fp16" in self._in_use
+            return candidate in (NATIVE_FP16, NATIVE_BF16) and self._rounds_all and candidate.hook in self._in_use
         return all(row.spec in self._in_use | {DENSE_NAME} for row in candidate.table.rows)
 
     def begin_look(self) -> None:

@@ -103,6 +103,7 @@ class Candidate:
 
 NATIVE = Candidate("DDP's all-reduce")
 NATIVE_FP16 = Candidate("DDP's all-reduce in fp16", hook="fp16")
+NATIVE_BF16 = Candidate("DDP's all-reduce in bf16", hook="bf16")
 
 
 def native_step(timing: Timing, costs: Costs, hook: str = "fp32") -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from gradwire.core import torch_private
+from gradwire.core import host, torch_private
 from gradwire.core.events import Event
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.candidates import FP32, HOOKS, Candidate, Future
@@ -30,6 +31,17 @@ class NativeAverage:
         self._synchronizer = synchronizer
         self._group = group
         self._last: dict[str, tuple[Event, Event]] = {}  # submit and done of the last step, by bucket
+
+    @cached_property
+    def has_bf16(self) -> bool:
+        """Whether the group adds bfloat16, as not every Gloo does. All ranks ask first in the same step."""
+        if "gloo" not in dist.get_backend(self._group):
+            return True
+        try:
+            dist.all_reduce(host.zeros(1, torch.bfloat16), group=self._group)
+        except RuntimeError:
+            return False
+        return True
 
     def begin(self) -> None:
         """Begin a step that does not rest."""
