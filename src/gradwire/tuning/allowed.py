@@ -86,13 +86,13 @@ class Allowed:
         return NATIVE
 
     @property
-    def native_half(self) -> Candidate | None:
-        """DDP's hook that rounds whole buckets to 16 bits, if one is allowed: to bf16 if gradients do not fit fp16.
+    def native_halves(self) -> list[Candidate]:
+        """DDP's hooks that are allowed of those that round whole buckets to 16 bits.
 
-        A bias before a normalization is enough for that, since its gradients are rounding errors.
+        A bias before a normalization is enough to leave out that of fp16, since its gradients are rounding errors.
         """
         specs = {each.spec for each in self.methods} if self._rounds_all else set()
-        return next((each for each in (NATIVE_FP16, NATIVE_BF16) if each.hook in specs), None)
+        return [each for each in (NATIVE_FP16, NATIVE_BF16) if each.hook in specs]
 
     @property
     def _rounds_all(self) -> bool:

@@ -9,8 +9,8 @@
    good, or what is allowed has changed, `auto` goes back to 2. While DDP's own all-reduce is in use, `auto` rests
    between these windows: nothing is timed, and a bucket costs one Python call.
 
-What is allowed depends on the job: fp16 only while gradients fit its range (DDP's bf16 hook otherwise), and what
-suffers from momentum only while the optimizer has none.
+What is allowed depends on the job: fp16 only while gradients fit its range, and what suffers from momentum only while
+the optimizer has none.
 
 Guarantees: all ranks switch at the same step, since they decide from the same numbers; residuals are flushed before
 gradients go back to DDP's own all-reduce, except what a later plan sends: those of parameters that are not used
@@ -388,9 +388,9 @@ class Autopilot:
         """Predict seconds of a step by each candidate."""
         allowed, unchosen = self.allowed, self.allowed.unchosen
         predicted = {unchosen: native_step(timing, costs) if unchosen == NATIVE else table.dense_step}
-        half = allowed.native_half if timing.nbytes_of_half < timing.nbytes else None
-        if half is not None and (half != NATIVE_BF16 or self._native.has_bf16):
-            predicted[half] = native_step(timing, costs, half.hook)
+        for half in allowed.native_halves if timing.nbytes_of_half < timing.nbytes else ():
+            if half != NATIVE_BF16 or self._native.has_bf16:
+                predicted[half] = native_step(timing, costs, half.hook)
         if table.compresses or (unchosen == NATIVE and not table.native):
             predicted[Candidate.of(table, given=allowed.given, later=allowed.undecided)] = table.step
         return predicted
