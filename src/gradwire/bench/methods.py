@@ -263,7 +263,8 @@ class _Native:
         self._sent = self._dense
         if method in _HALVES:
             self._sent = ring_bytes(num_bytes // 2, dist.get_world_size())
-            ddp.register_comm_hook(None, getattr(default_hooks, _HALVES[method]))
+            hook = getattr(default_hooks, _HALVES[method])
+            ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # DDP wants NCCL for that of bf16
         elif method == DDP_POWERSGD:
             self._sent = ring_bytes(_powersgd_bytes(ddp), dist.get_world_size())
             state = powerSGD_hook.PowerSGDState(
