@@ -74,11 +74,8 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
         first = run % len(chosen)
         ordered = chosen[first:] + chosen[:first]
         part = _run(task, rate, [each[:2] for each in ordered], seconds, progress, "benchmarks.planning.turns")
-        found = [
-            row | {"run": run, "method": row["method"] + again}
-            for row, (_, _, again) in zip(part, ordered, strict=True)
-        ]
-        rows += found[-first:] + found[:-first]
+        for row, (_, _, again) in zip(part, ordered, strict=True):
+            rows.append(row | {"run": run, "method": row["method"] + again})
     return rows
 
 

@@ -44,7 +44,7 @@ def test_what_16_bits_cannot_hold_delays_no_way_back() -> None:
 
 
 def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
-    ranks = results(launch("auto.too_large_for_fp16", 2))
+    ranks = results(launch("auto_allowed.too_large_for_fp16", 2))
     assert len({rank["hash"] for rank in ranks}) == 1
     for rank in ranks:
         assert "DDP's all-reduce" in rank["candidates"] and "DDP's all-reduce in fp16" not in rank["candidates"]
@@ -55,7 +55,7 @@ def test_gradients_beyond_fp16_are_never_cast_to_it() -> None:
 
 
 def test_gradients_are_looked_at_right_before_fp16_is_tried() -> None:
-    for rank in results(launch("auto.late_gradients", 2)):
+    for rank in results(launch("auto_allowed.late_gradients", 2)):
         before, after = rank["allowed"]
         assert rank["reasons"][1] == "the optimizer has momentum now"
         assert "fp16" in before and "fp16" not in after
@@ -66,7 +66,7 @@ def test_gradients_are_looked_at_right_before_fp16_is_tried() -> None:
 @pytest.mark.parametrize(("infinite", "expected"), [(0, (1, True)), (2, (3, True)), (99, (LOOKS, False))])
 def test_gradients_that_are_not_finite_say_nothing_about_fp16(infinite: int, expected: tuple[int, bool]) -> None:
     """Nor are those of other ranks enough."""
-    assert results(launch("auto.looks_again", 2, infinite=infinite)) == [list(expected)] * 2
+    assert results(launch("auto_allowed.looks_again", 2, infinite=infinite)) == [list(expected)] * 2
 
 
 @pytest.mark.parametrize(("case", "given", "reason"), [
@@ -76,7 +76,7 @@ def test_gradients_that_are_not_finite_say_nothing_about_fp16(infinite: int, exp
 ])  # fmt: skip
 def test_what_is_no_longer_allowed_is_given_up(case: str, given: str, reason: str) -> None:
     """However fast it is."""
-    ranks = results(launch("auto.no_longer_allowed", 2, case=case))
+    ranks = results(launch("auto_allowed.no_longer_allowed", 2, case=case))
     assert len({rank["hash"] for rank in ranks}) == 1
     for rank in ranks:
         assert rank["ways"] == ranks[0]["ways"] and given in rank["ways"]

@@ -144,6 +144,12 @@ def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None
     assert not pilot.rests()
 
 
+@pytest.mark.parametrize(("step", "rests"), [(1.0, 27), (0.05, 60), (0.001, 108)])
+def test_a_rest_takes_three_seconds_within_bounds(pilot: Autopilot, step: float, rests: int) -> None:
+    next(pilot._watch(replace(TIMING, step=step), strikes=1, rival=1.0))
+    assert pilot._rest_steps == rests
+
+
 def test_auto_waits_for_a_bounded_number_of_steps(pilot: Autopilot) -> None:
     assert len(list(pilot._passes_while(lambda: True))) == PASSES
     assert list(pilot._passes_while(lambda: False)) == []

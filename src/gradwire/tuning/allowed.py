@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gradwire.compressors.base.registry import DENSE_NAME
+from gradwire.compressors.base.registry import DENSE_NAME, names, spec_of
 from gradwire.core import torch_private
 from gradwire.core.spec import TensorSpec
 from gradwire.planner import fidelity as levels
 from gradwire.sync.plan import Plan
-from gradwire.sync.plan_entry import PlanEntry
+from gradwire.sync.plan_entry import PlanEntry, is_small
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.candidates import NATIVE, NATIVE_BF16, NATIVE_FP16, Candidate
 from gradwire.tuning.change import MISFIT, MOMENTUM, MORE_TENSORS, Reason
@@ -60,7 +60,8 @@ class Allowed:
         self._knows_optimizer = knows_optimizer and self.feedback is None
         self._has_momentum = has_momentum
         self._misfit = 0.0  # of this rank's gradients, when they were last looked at
-        self._looked: bool | None = True  # whether all were finite then; None if there were none
+        # Whether all were finite then; None if there were none. True before the first look, which decisions wait for.
+        self._looked: bool | None = True
         self._momentum, self._num_tensors = False, 0  # at the last update
         self._in_use = frozenset[str]()  # compressors that need not be given up
         self.update(self.state())
@@ -75,6 +76,26 @@ class Allowed:
         """Tensors to decide about. Those that were frozen at attach come later."""
         given = self.given
         return {name: spec for name, spec in self._synchronizer.tensors.items() if name not in given}
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tensor to decide about."""
+        return max((spec.numel for spec in self.tensors.values()), default=1)
+
+    def to_measure(self, min_elements: int | None) -> list[str]:
+        """Compressors that a tensor has or is large enough for, and the casts of small ones.
+
+        Args:
+            min_elements: The user's smallest size of a tensor to compress; None for that of each compressor.
+        """
+        shapes = [spec.shape for spec in self.tensors.values()]
+        given = {spec_of(entry.compressor) for entry in self.given.values() if entry.compressor.name in names()}
+        return sorted(given) + [
+            method.spec
+            for method in self.methods
+            if method.spec in (*levels.CASTS, levels.DENSE.spec)
+            or not all(is_small(s, method.min_elements if min_elements is None else min_elements) for s in shapes)
+        ]
 
     @property
     def unchosen(self) -> Candidate:

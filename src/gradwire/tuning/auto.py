@@ -38,16 +38,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.compressors.base.registry import names, spec_of
 from gradwire.core import torch_private
 from gradwire.observe.notices import seldom, tell
 from gradwire.planner import PlanTable
-from gradwire.planner import fidelity as levels
 from gradwire.planner.costs import Costs
 from gradwire.planner.table import seconds
 from gradwire.sync.optimizer_view import OptimizerSlices
 from gradwire.sync.plan import Plan
-from gradwire.sync.plan_entry import is_small
 from gradwire.sync.synchronizer import Synchronizer
 from gradwire.tuning.allowed import STATE, Allowed
 from gradwire.tuning.calibration import Calibration, CalibrationSample, sampled
@@ -129,7 +126,7 @@ class Autopilot:
         self._settle = settle
         # DDP's own all-reduce has no frames but those in which ranks exchange the figures of a trial.
         self._clock = StepClock(lambda: synchronizer.link_busy_seconds() if self.current.gradwire else 0.0)
-        self._calibration = Calibration(synchronizer, self._largest, self.allowed.feedback)
+        self._calibration = Calibration(synchronizer, self.allowed.largest, self.allowed.feedback)
         self._trials = Trials(self, self._calibration.largest, TIMED_STEPS, TIMED_SECONDS)
         self._link = 0.0  # seconds per byte of the slowest link, when it was last found to be another
         self._samples = False  # whether to take samples of this step's gradients
@@ -403,9 +400,9 @@ class Autopilot:
                 f"auto: a step by {self.current.name} takes {seconds(timing.step)}. Measuring links and codecs; the "
                 "first time on a machine codecs are compiled, which may take a minute."
             )
-        self._calibration.cover(self._largest)
+        self._calibration.cover(self.allowed.largest)
         costs = self._calibration.costs(
-            self._specs, self._sample, seldom(lambda text: self._tell(f"auto: {text}")),
+            self.allowed.to_measure(self._min_elements), self._sample, seldom(lambda text: self._tell(f"auto: {text}")),
             native=timing if self.current == NATIVE else None,
         )  # fmt: skip
         self._sample = None
@@ -413,26 +410,6 @@ class Autopilot:
         if not self._link / NEW_LINK < rate < self._link * NEW_LINK:
             self._link = rate
         return costs
-
-    @property
-    def _largest(self) -> int:
-        """Elements of the largest tensor."""
-        return max((spec.numel for spec in self.allowed.tensors.values()), default=1)
-
-    @property
-    def _specs(self) -> list[str]:
-        """Compressors to measure: those that a tensor is large enough for or has, and the casts of small ones."""
-        shapes = [spec.shape for spec in self.allowed.tensors.values()]
-        given = {spec_of(entry.compressor) for entry in self.allowed.given.values() if entry.compressor.name in names()}
-        return sorted(given) + [
-            method.spec
-            for method in self.allowed.methods
-            if method.spec in (*levels.CASTS, levels.DENSE.spec)
-            or not all(is_small(shape, self._min_elements_of(method)) for shape in shapes)
-        ]
-
-    def _min_elements_of(self, method: levels.RankedCompressor) -> int:
-        return method.min_elements if self._min_elements is None else self._min_elements
 
     def _tell(self, text: str) -> None:
         if self._synchronizer.rank == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import time
 from typing import Any
@@ -14,13 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.core.spec import TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, plan
 from gradwire.planner.costs import CodecCosts, Costs, LinkCosts
-from gradwire.planner.curves import Curve, LinearCost
+from gradwire.planner.curves import LinearCost
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.tuning.auto import REST_STEPS, TIMED_STEPS, WINDOW
-from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
+from gradwire.tuning.candidates import NATIVE, Candidate
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.training import fingerprint
 
@@ -270,126 +268,6 @@ def agrees_on_costs(rank: int, world_size: int) -> list[Any]:
     dist.barrier()  # rank 0 has the store
     one.close()
     return [costs.to_json(), largest.tolist(), told]
-
-
-def too_large_for_fp16(rank: int, world_size: int) -> dict[str, Any]:
-    """Gradients of a summed loss, which are infinite in fp16."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Linear(256, 128))
-    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
-    handle = gw.attach(ddp, "auto", optimizer=optimizer, fidelity="near-lossless")
-    pilot = handle.autopilot
-    assert pilot is not None
-    losses = []
-    while not pilot.decisions:
-        optimizer.zero_grad()
-        loss = (1e6 * ddp(torch.ones(8, 256) + rank).square()).sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    names = [candidate.name for candidate in pilot.decisions[0].predicted]
-    specs = sorted({row.spec for row in pilot.decisions[0].table.rows})
-    handle.detach()
-    return {"losses": losses, "candidates": names, "specs": specs, "hash": fingerprint(ddp.parameters())}
-
-
-def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
-    """What is in use is no longer allowed: by momentum, large gradients, or the rule of a tensor that was frozen."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    model[0].requires_grad_(case != "rule")  # DDP has buckets for it
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    handle = gw.attach(ddp, {"0.*": "onebit", "*": "auto"} if case == "rule" else "auto", optimizer=optimizer)
-    pilot = handle.autopilot
-    assert pilot is not None
-    costs = Costs(world_size, (SLOW,), {"none": DENSE, "threelc": CHEAP})
-    method = RankedCompressor("threelc", ("allgather",))
-    tensors = [PlannedTensor(name, tuple(each.shape)) for name, each in model.named_parameters()]
-    table = plan(tensors, costs, [method], min_elements=0)
-    given = {"momentum": Candidate.of(table), "fp16": NATIVE_FP16, "rule": NATIVE}[case]
-
-    def script() -> Script[None]:
-        yield from pilot.switch(given)
-        timing = yield from pilot._trials.time(warm_up=1)
-        reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=float("inf"))
-        yield from pilot._go_on(reason, timing)
-
-    pilot._script = script()
-    ways, factor = [], 1.0
-    while not pilot.decisions:
-        ways.append(pilot.current.name)
-        if len(ways) == 4 * (REST_STEPS[-1] + WINDOW):
-            factor = 1e7 if case == "fp16" else 1.0
-            optimizer.param_groups[0]["momentum"] = 0.9 if case == "momentum" else 0.0
-        optimizer.zero_grad()
-        (factor * ddp(torch.full((1, 64), 1.0 + rank)).sum()).backward()
-        optimizer.step()
-    (decision,) = pilot.decisions
-    found = {
-        "hash": fingerprint(model.parameters()), "ways": ways, "reason": decision.reason,
-        "measured": [candidate.name for candidate in decision.measured], "chosen": decision.chosen.name,
-        "method": handle.synchronizer.plan.entry("0.weight", TensorSpec((64, 64))).compressor.name,
-    }  # fmt: skip
-    handle.detach()
-    return found
-
-
-def late_gradients(rank: int, world_size: int) -> dict[str, Any]:
-    """A layer that was frozen is trained when `auto` decides again, and its gradients are beyond fp16."""
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    model[0].requires_grad_(False)  # DDP has buckets for it
-    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
-    handle = gw.attach(ddp, "auto", optimizer=optimizer)
-    pilot = handle.autopilot
-    assert pilot is not None
-    allowed: list[list[str]] = []
-    while len(allowed) < 2:
-        optimizer.zero_grad()
-        loss = ddp(torch.ones(1, 512)).sum()
-        (loss + 1e6 * model[0].weight.sum() if allowed else loss).backward()
-        optimizer.step()
-        if len(pilot.decisions) > len(allowed):
-            allowed.append([method.spec for method in pilot.allowed.methods])
-            model[0].requires_grad_(True)
-            optimizer.param_groups[0]["momentum"] = 0.9
-    curves = [decision.costs.codecs["none"].encode for decision in pilot.decisions]
-    found = {
-        "allowed": allowed,
-        "reasons": [decision.reason for decision in pilot.decisions],
-        "measured": [[candidate.name for candidate in decision.measured] for decision in pilot.decisions],
-        "sizes": [max(size for size, _ in curve.points) for curve in curves if isinstance(curve, Curve)],
-    }
-    dist.barrier()  # rank 0 has the store
-    handle.detach()
-    return found
-
-
-def looks_again(rank: int, world_size: int, infinite: int) -> tuple[int, bool]:
-    """The first gradients of one rank are infinite. Returns the steps looked at, and whether fp16 is allowed."""
-    ddp = DistributedDataParallel(nn.Linear(8, 8))
-    handle = gw.attach(ddp, "auto")
-    pilot = handle.autopilot
-    assert pilot is not None
-    found: list[bool] = []
-
-    def script() -> Script[None]:
-        state = yield from pilot._inspect()
-        pilot.allowed.update(state)
-        found.append("fp16" in [method.spec for method in pilot.allowed.methods])
-        while True:
-            yield
-
-    pilot._script = script()
-    steps = -1  # a step is looked at before the next one begins
-    while not found:
-        ddp.zero_grad()
-        factor = math.inf if steps + 1 < infinite and rank == 1 else 1.0
-        (factor * ddp(torch.ones(1, 8)).sum()).backward()
-        steps += 1
-    handle.detach()
-    return steps, found[0]
 
 
 def small_tensors(rank: int, world_size: int) -> list[str]:
