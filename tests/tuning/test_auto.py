@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.core.errors import OptionError, UnknownNameError
+from gradwire.core.events import Event
 from gradwire.core.spec import ElementRange, TensorSpec
 from gradwire.planner import PlannedTensor, PlanTable, fidelity, plan
 from gradwire.planner.closed_forms import route
@@ -142,6 +143,22 @@ def test_a_step_that_would_rest_is_none_of_the_scripts(pilot: Autopilot) -> None
         pilot.boundary()
         assert len(passed) == expected
     assert not pilot.rests()
+
+
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_rests_count_the_buckets_of_the_last_step_only(pilot: Autopilot, comes_again: bool) -> None:
+    """DDP may skip a bucket that no rank has used."""
+    native, submit = pilot._native, Event("submit", 0.0, tensor="bucket 0", nbytes=8, detail={"sent_bytes": 8})
+    row = {"bucket 0": (submit, Event("done", 0.0, 0.1, "bucket 0"))}
+    native._last |= row
+    native.begin()
+    native._last |= row if comes_again else {}
+    native.rested = 3
+    counted: list[Event] = []
+    stop = pilot._synchronizer.events.listen(counted.append)
+    native.count_rested()
+    stop()
+    assert [event.nbytes for event in counted if event.kind == "submit"] == ([24] if comes_again else [])
 
 
 @pytest.mark.parametrize(("step", "rests"), [(1.0, 27), (0.05, 60), (0.001, 108)])
