@@ -72,6 +72,7 @@ def test_gradients_that_are_not_finite_say_nothing_about_fp16(infinite: int, exp
 @pytest.mark.parametrize(("case", "given", "reason"), [
     ("momentum", "gradwire, threelc", "the optimizer has momentum now"),
     ("fp16", "DDP's all-reduce in fp16", "gradients no longer fit fp16"),
+    ("unknown", "DDP's all-reduce in fp16", "the optimizer has momentum now"),
     ("rule", "DDP's all-reduce", "further parameters are trained"),
 ])  # fmt: skip
 def test_what_is_no_longer_allowed_is_given_up(case: str, given: str, reason: str) -> None:

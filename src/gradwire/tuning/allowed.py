@@ -7,6 +7,7 @@ Tensors that were frozen at attach may come, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -156,7 +157,8 @@ class Allowed:
         has_momentum, worst, unknown, self._num_tensors = state.tolist()
         self._momentum = bool(has_momentum)
         found = levels.methods(self._fidelity, optimizer=self._knows_optimizer, momentum=self._momentum)
-        self.methods = [method for method in found if (worst <= 1 and not unknown) or method.spec != "fp16"]
+        worst = math.inf if unknown else worst
+        self.methods = [method for method in found if worst <= 1 or method.spec != "fp16"]
         self._in_use = frozenset(method.spec for method in found if worst <= MISFIT_IN_USE or method.spec != "fp16")
 
     def change(self, state: np.ndarray, current: Candidate) -> Reason | None:

@@ -18,6 +18,7 @@ from gradwire.planner.curves import Curve
 from gradwire.planner.fidelity import RankedCompressor
 from gradwire.tuning.auto import REST_STEPS, WINDOW
 from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
+from gradwire.tuning.change import START
 from gradwire.tuning.trials import Script
 from tests.integration.jobs.auto import CHEAP, DENSE, SLOW
 from tests.integration.jobs.training import fingerprint
@@ -45,7 +46,7 @@ def too_large_for_fp16(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
-    """What is in use is no longer allowed: by momentum, large gradients, or the rule of a tensor that was frozen."""
+    """What is in use is no longer allowed: by momentum, gradients that are large or never finite, or a late rule."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -58,7 +59,7 @@ def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     method = RankedCompressor("threelc", ("allgather",))
     tensors = [PlannedTensor(name, tuple(each.shape)) for name, each in model.named_parameters()]
     table = plan(tensors, costs, [method], min_elements=0)
-    given = {"momentum": Candidate.of(table), "fp16": NATIVE_FP16, "rule": NATIVE}[case]
+    given = {"momentum": Candidate.of(table), "fp16": NATIVE_FP16, "unknown": NATIVE_FP16, "rule": NATIVE}[case]
 
     def script() -> Script[None]:
         yield from pilot.switch(given)
@@ -71,8 +72,8 @@ def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     while not pilot.decisions:
         ways.append(pilot.current.name)
         if len(ways) == 4 * (REST_STEPS[-1] + WINDOW):
-            factor = 1e7 if case == "fp16" else 1.0
-            optimizer.param_groups[0]["momentum"] = 0.9 if case == "momentum" else 0.0
+            factor = {"fp16": 1e7, "unknown": math.inf}.get(case, 1.0)
+            optimizer.param_groups[0]["momentum"] = 0.9 if case in ("momentum", "unknown") else 0.0
         optimizer.zero_grad()
         (factor * ddp(torch.full((1, 64), 1.0 + rank)).sum()).backward()
         optimizer.step()
@@ -95,6 +96,18 @@ def late_gradients(rank: int, world_size: int) -> dict[str, Any]:
     handle = gw.attach(ddp, "auto", optimizer=optimizer)
     pilot = handle.autopilot
     assert pilot is not None
+
+    def script() -> Script[None]:
+        """As it would be, had it not chosen DDP's fp16 hook, by which the model were lost before it looks."""
+        pilot.allowed.update((yield from pilot._inspect()))
+        timing = yield from pilot._trials.time(warm_up=1)
+        yield from pilot._decide(START, timing)
+        yield from pilot.switch(NATIVE)
+        timing = yield from pilot._trials.time()
+        reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=math.inf)
+        yield from pilot._go_on(reason, timing)
+
+    pilot._script = script()
     allowed: list[list[str]] = []
     while len(allowed) < 2:
         optimizer.zero_grad()
