@@ -16,7 +16,7 @@ from gradwire.planner import PlannedTensor, plan
 from gradwire.planner.costs import Costs
 from gradwire.planner.curves import Curve
 from gradwire.planner.fidelity import RankedCompressor
-from gradwire.tuning.auto import REST_STEPS, WINDOW
+from gradwire.tuning.auto import REST_STEPS, WINDOW, Autopilot
 from gradwire.tuning.candidates import NATIVE, NATIVE_FP16, Candidate
 from gradwire.tuning.change import START
 from gradwire.tuning.trials import Script
@@ -45,6 +45,14 @@ def too_large_for_fp16(rank: int, world_size: int) -> dict[str, Any]:
     return {"losses": losses, "candidates": names, "specs": specs, "hash": fingerprint(ddp.parameters())}
 
 
+def watches(pilot: Autopilot, candidate: Candidate) -> Script[None]:
+    """Use a candidate, however slow it is, until it is no longer allowed, and go on from there."""
+    yield from pilot.switch(candidate)
+    timing = yield from pilot._trials.time(warm_up=1)
+    reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=math.inf)
+    yield from pilot._go_on(reason, timing)
+
+
 def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     """What is in use is no longer allowed: by momentum, gradients that are large or never finite, or a late rule."""
     torch.manual_seed(0)
@@ -61,13 +69,7 @@ def no_longer_allowed(rank: int, world_size: int, case: str) -> dict[str, Any]:
     table = plan(tensors, costs, [method], min_elements=0)
     given = {"momentum": Candidate.of(table), "fp16": NATIVE_FP16, "unknown": NATIVE_FP16, "rule": NATIVE}[case]
 
-    def script() -> Script[None]:
-        yield from pilot.switch(given)
-        timing = yield from pilot._trials.time(warm_up=1)
-        reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=float("inf"))
-        yield from pilot._go_on(reason, timing)
-
-    pilot._script = script()
+    pilot._script = watches(pilot, given)
     ways, factor = [], 1.0
     while not pilot.decisions:
         ways.append(pilot.current.name)
@@ -102,10 +104,7 @@ def late_gradients(rank: int, world_size: int) -> dict[str, Any]:
         pilot.allowed.update((yield from pilot._inspect()))
         timing = yield from pilot._trials.time(warm_up=1)
         yield from pilot._decide(START, timing)
-        yield from pilot.switch(NATIVE)
-        timing = yield from pilot._trials.time()
-        reason, timing = yield from pilot._watch(timing, strikes=1 << 30, rival=math.inf)
-        yield from pilot._go_on(reason, timing)
+        yield from watches(pilot, NATIVE)
 
     pilot._script = script()
     allowed: list[list[str]] = []
