@@ -55,6 +55,7 @@ def rank_main(
 ) -> None:
     """One rank: sends the mean seconds of a step, for each run of each method."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     task = make_workload(workload)
     replicas = {}
@@ -93,7 +94,6 @@ def run(
     steps: Annotated[int, typer.Option(help="Steps of a run.")] = 64,
 ) -> Iterator[dict[str, Any]]:
     """All runs of all methods."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for job in range(len(METHODS)):
         slowest = run_job([*METHODS[job:], *METHODS[:job]], workload, ranks, steps)
         for method in METHODS:

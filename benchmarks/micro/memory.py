@@ -62,6 +62,7 @@ def reset_peak() -> None:
 def rank_main(rank: int, ranks: int, method: str, folder: str) -> dict[str, Any]:
     """One rank: its figures of one method."""
     torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "USE_LIBUV": "0"}
     store, timeout = f"file://{folder}/store", timedelta(seconds=120)
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks, timeout=timeout)
     torch.manual_seed(0)
@@ -102,7 +103,6 @@ def run(
     ranks: Annotated[int, typer.Option(help="Ranks on the loopback.")] = 2,
 ) -> Iterator[dict[str, Any]]:
     """The figures of each method, from the rank with the largest."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "USE_LIBUV": "0"}
     for method in choose(methods, METHODS):
         context = multiprocessing.get_context("spawn")
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:

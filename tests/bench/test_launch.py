@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.job import BenchmarkJob, RateRequest, to_line
+from gradwire.bench.job import BenchmarkJob, RateRequest, Segment, to_line
 from gradwire.bench.launch import RanksError, _Listener, launch
 from gradwire.lab import Lab
 
@@ -27,3 +27,14 @@ def test_a_job_that_is_ended_by_its_time_limit_has_failed_however_its_ranks_end(
     job = BenchmarkJob(workload="", segments=(), folder="", deadline_seconds=2.0)
     with pytest.raises(RanksError, match="The time limit was reached"):
         launch(job, 2, module="tests.bench.patient_rank")
+
+
+@pytest.mark.ci
+@pytest.mark.root
+@pytest.mark.parametrize("lab", [False, True])
+def test_ranks_find_each_other_whatever_rendezvous_this_process_has(lab: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = {"GLOO_SOCKET_IFNAME": "nosuch0", "MASTER_ADDR": "192.0.2.1", "RANK": "7", "WORLD_SIZE": "8"}
+    for name, value in elsewhere.items():
+        monkeypatch.setenv(name, value)
+    job = BenchmarkJob("digits", (Segment("ddp-fp32", train_steps=1),), folder="", deadline_seconds=60.0)
+    assert sorted(outcome.rank for outcome in launch(job, 2, lab=lab)) == [0, 1]

@@ -18,6 +18,7 @@ from gradwire.lab.units import parse_rate
 
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 15
+_RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # one thread per rank: ranks share the cores
 
 OnMessage = Callable[[Message], None]
 
@@ -128,7 +129,8 @@ def _run_in_lab(
         listener.server = None if server is None else (world_size, server.link)
         result = lab.run(
             lambda host: command if host < world_size else placed.command,
-            env={**_environment(), **placed.variables, "WORLD_SIZE": str(world_size)},
+            # Not this process's own variables: the lab passes them on, and overrides those of a rendezvous.
+            env={**_RANK_VARIABLES, **placed.variables, "WORLD_SIZE": str(world_size)},
             timeout=job.deadline_seconds,
             grace=_GRACE_SECONDS,
             capture=False,
@@ -150,7 +152,7 @@ def _run_on_loopback(
             processes.append(
                 subprocess.Popen(
                     line,
-                    env={**_environment(), **_loopback_interface(), **more, **variables},
+                    env={**os.environ, **_RANK_VARIABLES, **_loopback_interface(), **more, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -178,11 +180,6 @@ def _check_ended(runner: Runner) -> None:
     failed = runner.jobs[runner.first_failed or 0]
     what = "The time limit was reached." if runner.timed_out else f"Rank {failed.host} failed first."
     raise RanksError(f"{what}\n{_tail(failed.output('stderr'))}".rstrip())
-
-
-def _environment() -> dict[str, str]:
-    """The environment of this process with one thread per rank, since ranks share the cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _loopback_interface() -> dict[str, str]:
