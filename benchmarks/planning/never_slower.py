@@ -13,9 +13,6 @@ those. The best rival is the one with the smallest median of its runs. A ratio i
 same run, and a cell has the median of its ratios. Its control is a rival compared with itself: each run has a second
 copy of the one that was the fastest in trial, and the control is the range of their ratios. A cell holds if its median
 is at least 0.99, or is no less than the lower end of the control.
-
-Older records have medians of the steps of a run, and several runs in a job. Those from before the second copy have the
-ratios of the rival's median to its slowest and to its fastest run as their control, which is wider if jobs differ.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,10 +62,11 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
     sizes = {each: BUCKETS_MB if each == method else bucket_sizes(each, BUCKETS_MB) for each in tuned}
     tried = [(each, size) for each in tuned for size in sizes[each]]
     faster: dict[str, Row] = {}
+    mean = itemgetter("mean")
     for row in _run(task, rate, tried, seconds / 3, progress, "gradwire.bench.worker"):
-        faster[row["method"]] = min(faster.get(row["method"], row), row, key=_step)
-    faster.setdefault(method, min(faster.values(), key=_step))
-    twin = min(rivals, key=lambda each: _step(faster[each]))
+        faster[row["method"]] = min(faster.get(row["method"], row), row, key=mean)
+    faster.setdefault(method, min(faster.values(), key=mean))
+    twin = min(rivals, key=lambda each: mean(faster[each]))
     chosen = [(each, faster[each]["bucket_mb"], "") for each in methods] + [(twin, faster[twin]["bucket_mb"], AGAIN)]
     rows: list[Row] = []
     for run in range(runs):
@@ -77,11 +76,6 @@ def cell(task: Task, rate: str, methods: Sequence[str], runs: int, seconds: floa
         for row, (_, _, again) in zip(part, ordered, strict=True):
             rows.append(row | {"run": run, "method": row["method"] + again})
     return rows
-
-
-def _step(row: Row) -> float:
-    """Mean step of a run in seconds. Older records have the median."""
-    return float(row.get("mean") or row["value"])
 
 
 def _run(
@@ -185,15 +179,14 @@ class Verdict:
         """Judge the runs of one cell. The method is that of the first row."""
         steps: dict[str, dict[int, float]] = {}
         for row in rows:
-            steps.setdefault(row["method"], {})[row["run"]] = _step(row)
+            steps.setdefault(row["method"], {})[row["run"]] = row["mean"]
         method, *others = steps
         rivals = [name for name in others if not name.endswith(AGAIN)]
         medians = {name: statistics.median(each.values()) for name, each in steps.items()}
         rival = min(rivals, key=medians.__getitem__)
         ratios = [steps[rival][run] / step for run, step in steps[method].items()]
-        itself = [medians[rival] / step for step in steps[rival].values()]
-        for twin in set(others) - set(rivals):
-            itself = [steps[twin.removesuffix(AGAIN)][run] / step for run, step in steps[twin].items()]
+        (twin,) = set(others) - set(rivals)
+        itself = [steps[twin.removesuffix(AGAIN)][run] / step for run, step in steps[twin].items()]
         return cls(
             rows[0]["workload"], rows[0]["rate"], method, rival, medians[method], medians[rival],
             statistics.median(ratios), interval(ratios), min(ratios), (min(itself), max(itself)),

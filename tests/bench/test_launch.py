@@ -30,8 +30,7 @@ def test_a_job_that_is_ended_by_its_time_limit_has_failed_however_its_ranks_end(
 
 
 @pytest.mark.ci
-@pytest.mark.root
-@pytest.mark.parametrize("lab", [False, True])
+@pytest.mark.parametrize("lab", [False, pytest.param(True, marks=pytest.mark.root)])
 def test_ranks_find_each_other_whatever_rendezvous_this_process_has(lab: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = {"GLOO_SOCKET_IFNAME": "nosuch0", "MASTER_ADDR": "192.0.2.1", "RANK": "7", "WORLD_SIZE": "8"}
     for name, value in elsewhere.items():

@@ -13,8 +13,11 @@ RUNS = 6
 
 
 def rows(steps, workload="text", rate="100mbit"):
+    """The last rival has a second copy, which is as fast unless `steps` has another."""
+    if not any(name.endswith(AGAIN) for name in steps):
+        steps = steps | {f"{list(steps)[-1]}{AGAIN}": list(steps.values())[-1]}
     return [
-        {"workload": workload, "rate": rate, "method": method, "run": run, "metric": "step", "value": seconds}
+        {"workload": workload, "rate": rate, "method": method, "run": run, "value": 1.0, "mean": seconds}
         for run in range(RUNS)
         for method, seconds in ((name, each[run]) for name, each in steps.items())
     ]
@@ -25,18 +28,12 @@ def test_a_method_is_compared_with_the_better_rival_run_by_run():
     assert (found.rival, found.rival_step, found.step) == ("ddp-fp16", 2.5, 1)
     assert found.mean == pytest.approx((2, 0.664), abs=1e-3)  # 2.571 / 6 ** 0.5 times a deviation of 0.632
     assert (found.ratio, found.worst) == (2, 1)  # 2, 2, 2, 2, 1, 3: a slow moment of both does not count
-    assert found.control == (2.5 / 4, 2.5 / 1)
+    assert found.control == (1, 1)
 
 
 @pytest.mark.parametrize(("slower", "holds"), [(1.005, True), (1.02, False)])
 def test_a_steady_rival_allows_one_percent(slower, holds):
     assert Verdict.of(rows({"auto": [slower] * RUNS, "ddp-fp32": [1.0] * RUNS})).holds == holds
-
-
-@pytest.mark.parametrize(("slower", "holds"), [(1.08, True), (1.15, False)])
-def test_a_rival_that_varies_allows_as_much(slower, holds):
-    # The slowest run of the rival takes 1.1 times its median.
-    assert Verdict.of(rows({"auto": [slower] * RUNS, "ddp-fp32": [1, 1, 1, 1, 1, 1.1]})).holds == holds
 
 
 @pytest.mark.parametrize(("again", "holds"), [(1.0, False), (1.08, True)])
@@ -62,10 +59,9 @@ def test_the_table_has_a_line_for_each_cell_and_counts_those_that_hold():
     assert text.endswith("`auto` is not slower in 1 of 2 cells.")
 
 
-def test_a_run_has_the_mean_of_its_steps_if_it_was_recorded():
-    """Some of the steps of `auto` take longer, which a median does not see."""
-    steps = {"auto": [1.0] * RUNS, "ddp-fp32": [1.0] * RUNS}
-    found = Verdict.of([row | {"mean": 1.25 if row["method"] == "auto" else 1.0} for row in rows(steps)])
+def test_a_run_has_the_mean_of_its_steps():
+    """Some of the steps of `auto` take longer, which a median, the rows' `value`, does not see."""
+    found = Verdict.of(rows({"auto": [1.25] * RUNS, "ddp-fp32": [1.0] * RUNS}))
     assert (found.ratio, found.holds) == (0.8, False)
 
 
